@@ -1,0 +1,5 @@
+"""``python -m moe_lab``."""
+
+from moe_lab.cli import main
+
+main()

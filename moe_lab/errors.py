@@ -1,0 +1,31 @@
+"""Typed errors. Every message says what came, what was expected and usually why."""
+
+from __future__ import annotations
+
+
+class MoeLabError(Exception):
+    """Base of every error that moe_lab raises on purpose; its text is meant for the user."""
+
+
+class ContractError(MoeLabError, ValueError):
+    """Sizes, shapes or dtypes that the contest's contract does not allow."""
+
+
+class DataError(MoeLabError, ValueError):
+    """A file under data/ that does not hold what its dictionary says; the message names the row."""
+
+
+class SubmissionError(MoeLabError, ValueError):
+    """A submission file that cannot be read, parsed or rewritten."""
+
+
+class ExportError(MoeLabError, ValueError):
+    """A notebook whose submission cell cannot be exported."""
+
+
+class BackendError(MoeLabError, RuntimeError):
+    """This machine lacks something (a compiler, a device, a version); the message holds the remedy."""
+
+
+class UnsupportedOnCPUError(BackendError):
+    """A TileLang name that has no meaning on a CPU; the message says which and what to use instead."""

@@ -1,0 +1,1 @@
+"""The local judge: rules, sandbox, worker, verdict."""

@@ -1,0 +1,1 @@
+"""The ladder: one submission a file, one idea apart."""
