@@ -1,1 +1,98 @@
-"""The ladder: one submission a file, one idea apart."""
+"""The ladder: one submission a file, one idea apart.
+
+Every step is a complete ``submission.py``. The diff between a step and its predecessor is the lesson, so each changes
+one thing. Two branches leave the baseline: ``c500`` obeys the contest's rules and stays inside 64 KiB of shared
+memory; ``hopper`` may use what the contest forbids and is measured on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moe_lab.errors import SubmissionError
+from moe_lab.submission import Submission
+
+Branch = Literal["base", "c500", "hopper"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung.
+
+    Attributes:
+        name: file name without ``.py``.
+        branch: "base" for the baseline both branches start from, "c500" or "hopper".
+        story: the one idea, in a line.
+        after: name of the step it differs from by that idea; None for the baseline.
+        profile: judge profile it must be accepted under, "contest" or "open".
+        recommended: True for the step of its branch that a user of that card should start from.
+    """
+
+    name: str
+    branch: Branch
+    story: str
+    after: str | None
+    profile: Literal["contest", "open"] = "contest"
+    recommended: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file of this step."""
+        return Path(__file__).with_name(f"{self.name}.py")
+
+    def submission(self) -> Submission:
+        """The step as a submission."""
+        return Submission.from_file(self.path)
+
+    def diff(self) -> str:
+        """Unified diff from the predecessor to this step; empty for the baseline."""
+        return step(self.after).diff(self.submission()) if self.after else ""
+
+
+#: All steps in reading order, by name.
+STEPS: dict[str, Step] = {
+    entry.name: entry
+    for entry in (
+        Step("s0_baseline", "base", "two launches, 128x128x128 tiles, token tile in registers, one stage", None),
+    )
+}
+
+
+def step(name: str) -> Submission:
+    """The submission of a step.
+
+    Args:
+        name: a key of :data:`STEPS`, such as "s0_baseline", or its part before the underscore, such as "s0".
+
+    Raises:
+        SubmissionError: for a name that is no step.
+    """
+    return find(name).submission()
+
+
+def find(name: str) -> Step:
+    """The step of a name; see :func:`step`.
+
+    Raises:
+        SubmissionError: for a name that is no step.
+    """
+    matches = [entry for entry in STEPS.values() if name in (entry.name, entry.name.split("_")[0])]
+    if len(matches) != 1:
+        raise SubmissionError(f"got step {name!r}, expected one of {', '.join(STEPS)}")
+    return matches[0]
+
+
+def predecessors(name: str) -> list[Step]:
+    """The chain from the baseline to a step, both included.
+
+    Raises:
+        SubmissionError: for a name that is no step.
+    """
+    entry: Step | None = find(name)
+    chain: list[Step] = []
+    while entry is not None:
+        chain.insert(0, entry)
+        entry = STEPS[entry.after] if entry.after else None
+    return chain
