@@ -146,11 +146,11 @@ class Submission:
         """
         text = self.source.encode()
         for literal in sorted(self.literals.values(), key=lambda item: -item.start):
-            if literal.name in values and values[literal.name] != literal.value:
+            if literal.name in values and repr(values[literal.name]) != repr(literal.value):
                 value = values[literal.name]
                 if not _is_tile_literal(value) or not _same_kind(value, literal.value):
                     raise SubmissionError(
-                        f"got {literal.name}={value!r}, expected a {type(literal.value).__name__} as in the source "
+                        f"got {literal.name}={value!r}, expected type {type(literal.value).__name__} as in the source "
                         f"({literal.value!r})"
                     )
                 text = text[: literal.start] + repr(value).encode() + text[literal.end :]
