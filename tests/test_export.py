@@ -1,0 +1,99 @@
+import json
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from moe_lab.errors import ExportError
+from moe_lab.export import export, load_ipython_extension, submission_cell
+from moe_lab.steps import step
+from moe_lab.submission import Submission
+
+SOURCE = step("s0_baseline").source
+
+
+def _notebook(path, *cells):
+    document = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": {},
+        "cells": [
+            {"cell_type": kind, "metadata": {"tags": tags}, "source": source.splitlines(keepends=True)}
+            for kind, tags, source in cells
+        ],
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def test_the_tagged_cell_is_the_file_byte_for_byte(tmp_path):
+    text = SOURCE + "# Ünïcode, no newline at the end"
+    notebook = _notebook(
+        tmp_path / "n.ipynb", ("code", [], "1 + 1"), ("code", ["submission"], "%%submission ../x.py\n" + text)
+    )
+    path = export(Submission(submission_cell(notebook)), tmp_path / "submission.py")
+    assert path.read_bytes() == text.encode()
+
+
+def test_a_cell_without_the_magic_line_is_exported_whole(tmp_path):
+    notebook = _notebook(tmp_path / "n.ipynb", ("code", ["submission", "other"], SOURCE))
+    assert submission_cell(notebook) == SOURCE
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([("code", [], SOURCE)], "got 0 code cells"),
+        ([("code", ["submission"], SOURCE)] * 2, "got 2 code cells"),
+        ([("markdown", ["submission"], SOURCE)], "got 0 code cells"),
+        ([("code", ["submission"], "%%submission x.py\n\n")], "got an empty cell"),
+    ],
+)
+def test_none_two_or_empty_cells_are_named(tmp_path, cells, message):
+    with pytest.raises(ExportError, match=message):
+        submission_cell(_notebook(tmp_path / "n.ipynb", *cells))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": 3}', '{"cells": [{"cell_type": "code"}]}'])
+def test_what_is_no_notebook_is_named(tmp_path, text):
+    path = tmp_path / "n.ipynb"
+    path.write_text(text)
+    with pytest.raises(ExportError):
+        submission_cell(path)
+
+
+def test_a_missing_notebook_and_a_folder_are_named(tmp_path):
+    with pytest.raises(ExportError, match="got no file"):
+        submission_cell(tmp_path / "n.ipynb")
+    with pytest.raises(ExportError, match="cannot be read"):
+        submission_cell(tmp_path)
+
+
+@pytest.mark.parametrize("bad", ["import os\n", "x = 2 * 64\n", "class A:\n    pass\n", "def f(:\n"])
+def test_a_rule_violation_leaves_the_existing_file_alone(tmp_path, bad):
+    path = tmp_path / "submission.py"
+    path.write_text("precious")
+    with pytest.raises(ExportError, match="nothing was written"):
+        export(Submission(SOURCE + bad), path)
+    assert path.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ExportError, match="cannot be written"):
+        export(Submission(SOURCE), tmp_path / "missing" / "submission.py")
+
+
+def test_the_magic_writes_the_cell_and_judges_the_file(tmp_path):
+    shell = InteractiveShell.instance()
+    load_ipython_extension(shell)
+    path = tmp_path / "submission.py"
+    shell.run_cell(f"%%submission {path}\n{SOURCE}").raise_error()
+    assert path.read_text() == SOURCE
+
+
+def test_the_magic_refuses_a_broken_cell_with_a_sentence(tmp_path, capsys):
+    shell = InteractiveShell.instance()
+    load_ipython_extension(shell)
+    result = shell.run_cell(f"%%submission {tmp_path / 'submission.py'}\nimport os\n")
+    assert "nothing was written" in str(result.error_in_exec)
+    assert not (tmp_path / "submission.py").exists()
