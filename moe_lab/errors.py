@@ -29,3 +29,20 @@ class BackendError(MoeLabError, RuntimeError):
 
 class UnsupportedOnCPUError(BackendError):
     """A TileLang name that has no meaning on a CPU; the message says which and what to use instead."""
+
+
+class ExerciseError(MoeLabError, AssertionError):
+    """A wrong answer to an exercise of the notebooks.
+
+    Attributes:
+        mistake: name of the mistake, or None if it is none of the usual ones.
+    """
+
+    def __init__(self, message: str, mistake: str | None = None) -> None:
+        """Keep the sentence and the name of the mistake."""
+        super().__init__(message)
+        self.mistake = mistake
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentence alone, since the reader's own code is in the cell above."""
+        return [str(self)]

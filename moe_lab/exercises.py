@@ -1,0 +1,712 @@
+"""The exercises of the notebooks, each defined once.
+
+An :class:`Exercise` holds everything a notebook shows of it: the task, the code with a gap, three hints, the solution
+and the usual wrong answers. :mod:`moe_lab.notebooks` writes the cells from here, so that a gap and its solution cannot
+drift apart, and :func:`check` judges what the reader filled in.
+
+A check compares behaviour, never text. What the reader defined is observed (a function is called with a few probes),
+the solution is observed in the same way, and the two must agree. If they do not, every known mistake is observed too,
+and the one that behaves like the reader's answer gives the answer its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from moe_lab.contract import CASES, Case
+from moe_lab.errors import ExerciseError
+
+#: What a gap, a solution and a mistake may use without importing it; every setup cell imports the same names.
+PRELUDE = """\
+import math
+import torch
+import torch.nn.functional as F
+from moe_lab.contract import CASES
+"""
+
+#: What an exercise looks at: (what was asked, what came back) for each probe.
+Observation = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A usual wrong answer.
+
+    Attributes:
+        name: what went wrong, as the end of "this is what comes out if ...".
+        code: source that makes the mistake and otherwise solves the exercise.
+    """
+
+    name: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes:
+        key: identifies it in cell tags and in :func:`check`.
+        notebook: stem of the notebook it belongs to.
+        title: a few words.
+        task: Markdown; says what to fill in.
+        answer: the name that the gap defines, a function or a value.
+        gap: source with ``...`` where the reader writes.
+        hints: three of them, from where to look to almost the code.
+        solution: source that is right.
+        mistakes: at least two usual wrong answers.
+        observe: what is compared, given the object called ``answer``.
+        lesson: what a right answer has shown; printed.
+    """
+
+    key: str
+    notebook: str
+    title: str
+    task: str
+    answer: str
+    gap: str
+    hints: tuple[str, str, str]
+    solution: str
+    mistakes: tuple[Mistake, ...]
+    observe: Callable[[Any], Observation]
+    lesson: str
+
+    def run(self, code: str) -> Any:
+        """Execute ``code`` with the prelude and return what it bound to ``answer``."""
+        namespace: dict[str, Any] = {}
+        exec(PRELUDE + code, namespace)
+        return namespace[self.answer]
+
+
+def check(key: str, answer: Any) -> None:
+    """Say whether an exercise is solved: print one sentence, or raise with the name of the mistake.
+
+    Args:
+        key: the exercise.
+        answer: the function or value of the reader.
+
+    Raises:
+        ExerciseError: for a wrong answer, with what came, what was expected and, if it is a usual mistake, its name;
+            for an unknown key.
+
+    >>> check("flops", ...)
+    Not filled in yet: replace the ... above and run this cell again. Three hints and the solution are below.
+    """
+    exercise = EXERCISES.get(key)
+    if exercise is None:
+        raise ExerciseError(f"got exercise {key!r}, expected one of {', '.join(EXERCISES)}")
+    expected = exercise.observe(exercise.run(exercise.solution))
+    failure: Exception | None = None
+    got: Observation = []
+    try:
+        got = exercise.observe(answer)
+    except Exception as error:  # noqa: BLE001 -- whatever a reader's code raises becomes one sentence
+        failure = error
+    if failure is None and _same(got, expected):
+        print(f"Right. {exercise.lesson}")
+    elif _has_gap(answer):
+        print(
+            "Not filled in yet: replace the ... above and run this cell again. Three hints and the solution are below."
+        )
+    elif failure is not None:
+        raise ExerciseError(
+            f"{exercise.title}: your code raised {type(failure).__name__}: {failure}", type(failure).__name__
+        )
+    else:
+        raise _explain(exercise, got, expected)
+
+
+def _explain(exercise: Exercise, got: Observation, expected: Observation) -> ExerciseError:
+    mistake = next(
+        (m for m in exercise.mistakes if _same(got, exercise.observe(exercise.run(m.code)))),
+        None,
+    )
+    asked, value, wanted = next(
+        (asked, value, wanted)
+        for (asked, value), (_, wanted) in zip(got, expected, strict=True)
+        if not _same(value, wanted)
+    )
+    sentence = f"{exercise.title}: for {asked} got {_show(value)}, expected {_show(wanted)}"
+    if mistake is not None:
+        return ExerciseError(f"{sentence}. This is what comes out if {mistake.name}.", mistake.name)
+    if value is None:
+        return ExerciseError(f"{sentence}, usually because the function has no return.")
+    return ExerciseError(f"{sentence}. It is none of the usual mistakes; the hints below may help.")
+
+
+def calls(name: str, *probes: tuple[Any, ...]) -> Callable[[Any], Observation]:
+    """Observe a function called ``name`` by calling it once with each tuple of arguments (copied first)."""
+
+    def observe(function: Any) -> Observation:
+        if not callable(function):
+            raise TypeError(f"{name} is {_show(function)}, expected a function")
+        return [
+            (f"{name}({', '.join(_show(argument) for argument in probe)})", function(*copy.deepcopy(probe)))
+            for probe in probes
+        ]
+
+    return observe
+
+
+def value(name: str) -> Callable[[Any], Observation]:
+    """Observe a plain value."""
+    return lambda answer: [(name, answer)]
+
+
+def _has_gap(answer: Any) -> bool:
+    """Whether ``...`` is still the answer or somewhere in the code of a function."""
+
+    def in_code(code: CodeType) -> bool:
+        return any(item is ... or (isinstance(item, CodeType) and in_code(item)) for item in code.co_consts)
+
+    if isinstance(answer, (tuple, list)):
+        return any(item is ... for item in answer)
+    code = getattr(answer, "__code__", None)
+    return answer is ... or (isinstance(code, CodeType) and in_code(code))
+
+
+def _same(got: Any, expected: Any) -> bool:
+    """Equality that forgives list for tuple, int for float and rounding; never a wrong shape or a NaN."""
+    if isinstance(expected, torch.Tensor) or isinstance(got, torch.Tensor):
+        got, expected = (torch.as_tensor(item) if isinstance(item, (int, float)) else item for item in (got, expected))
+        if not (isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor)) or got.shape != expected.shape:
+            return False
+        return torch.allclose(got.double(), expected.double(), rtol=1e-3, atol=1e-5)
+    if isinstance(expected, (tuple, list)):
+        return (
+            isinstance(got, (tuple, list))
+            and len(got) == len(expected)
+            and all(_same(a, b) for a, b in zip(got, expected, strict=True))
+        )
+    if isinstance(expected, (int, float)) and isinstance(got, (int, float)):
+        return math.isclose(got, expected, rel_tol=1e-6)
+    return type(got) is type(expected) and bool(got == expected)
+
+
+def _show(item: Any) -> str:
+    """A short text for a message."""
+    if isinstance(item, torch.Tensor):
+        if item.numel() <= 8:
+            return str([round(number, 4) for number in item.flatten().tolist()])
+        head = ", ".join(f"{number:.4g}" for number in item.flatten()[:3].tolist())
+        return f"a tensor of shape {tuple(item.shape)} that begins {head}"
+    if isinstance(item, Case):
+        return item.name
+    if isinstance(item, float):
+        return f"{item:.6g}"
+    if isinstance(item, (tuple, list)):
+        return f"({', '.join(_show(part) for part in item)})"
+    if callable(item):
+        return getattr(item, "__name__", type(item).__name__)
+    text = repr(item)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _block(text: str) -> str:
+    """Source or Markdown as written below: no first newline, one last newline left to the cell."""
+    return text.strip("\n")
+
+
+_START = (
+    Exercise(
+        key="raw_argument",
+        notebook="00_start_here",
+        title="The odd one out",
+        task=_block("""
+Ten arguments, four index spaces. Exactly one argument is indexed by *raw* rows: it counts the valid rows only and
+knows nothing of padding. Write its name as a string.
+"""),
+        answer="raw_argument",
+        gap="raw_argument = ...",
+        hints=(
+            "Look at the column *index space* of the table above.",
+            "Raw rows are numbered 0 to N - 1, so its shape is (N,).",
+            "It is the number that each row's result is multiplied by at the very end.",
+        ),
+        solution='raw_argument = "routed_expert_weights"',
+        mistakes=(
+            Mistake(
+                "the tokens are taken for compact; they are stored with their padding rows, so they have P rows, not N",
+                'raw_argument = "stacked_expert_tokens"',
+            ),
+            Mistake(
+                "one entry an expert is taken for one entry a row; group_sizes has E entries",
+                'raw_argument = "group_sizes"',
+            ),
+            Mistake(
+                "an array that holds raw row numbers is taken for one that is indexed by them; group_offsets has E+1 "
+                "entries",
+                'raw_argument = "group_offsets"',
+            ),
+        ),
+        observe=value("raw_argument"),
+        lesson="Tokens and out have padded rows, the route weights have raw rows: remember this one.",
+    ),
+)
+
+_NAIVE = (
+    Exercise(
+        key="route_weights",
+        notebook="01_naive_moe",
+        title="Weights that sum to one",
+        task=_block("""
+The router keeps the `top_k` largest probabilities of each token, and what it drops is missing from their sum. Return
+weights that sum to 1 for every token.
+"""),
+        answer="route_weights",
+        gap=_block("""
+def route_weights(logits, top_k):
+    \"\"\"logits (T, E) -> choices (T, K) and weights (T, K); the weights of a token sum to 1.\"\"\"
+    probabilities = torch.softmax(logits, dim=-1)
+    kept, choices = probabilities.topk(top_k, dim=-1)
+    return choices, ...
+"""),
+        hints=(
+            "Print `kept.sum(dim=-1)` for a few tokens: it is below 1. What number does each row lack?",
+            "Divide every kept probability by the sum of the kept probabilities *of the same token*.",
+            "`kept / kept.sum(dim=..., keepdim=True)`: the dimension is the one that runs over the K choices.",
+        ),
+        solution=_block("""
+def route_weights(logits, top_k):
+    \"\"\"logits (T, E) -> choices (T, K) and weights (T, K); the weights of a token sum to 1.\"\"\"
+    probabilities = torch.softmax(logits, dim=-1)
+    kept, choices = probabilities.topk(top_k, dim=-1)
+    return choices, kept / kept.sum(dim=-1, keepdim=True)
+"""),
+        mistakes=(
+            Mistake(
+                "the kept probabilities are returned as they are, so the weights of a token sum to less than 1",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, kept
+"""),
+            ),
+            Mistake(
+                "the sum runs over all tokens, so the tokens share one weight of 1 between them",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, kept / kept.sum()
+"""),
+            ),
+            Mistake(
+                "the sum runs over the tokens (dim=0) and not over the choices of one token (dim=-1)",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, kept / kept.sum(dim=0, keepdim=True)
+"""),
+            ),
+        ),
+        observe=calls(
+            "route_weights",
+            (torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.5, 3.0, 0.25], [1.0, -2.0, 0.75, 0.5]]), 2),
+            (torch.tensor([[0.3, -0.7, 1.9], [0.2, 0.1, 0.0]]), 1),
+        ),
+        lesson="A softmax over the kept logits alone gives the same weights: the dropped ones cancel out.",
+    ),
+    Exercise(
+        key="combine",
+        notebook="01_naive_moe",
+        title="Add the results back",
+        task=_block("""
+The experts' results come back as one list: result `i` belongs to token `rows[i]` and has route weight `weights[i]`. A
+token with `top_k` choices appears `top_k` times in `rows`. Return `out`, where every token has the weighted sum of its
+results.
+"""),
+        answer="combine",
+        gap=_block("""
+def combine(num_tokens, rows, weights, results):
+    \"\"\"rows (N,), weights (N,), results (N, H) -> out (num_tokens, H).\"\"\"
+    out = torch.zeros(num_tokens, results.shape[1])
+    return ...
+"""),
+        hints=(
+            "The loop over experts in `moe_per_expert` above does this for one expert at a time. Which call adds?",
+            "Weight the results first: `weights[:, None] * results`. Then add row i to row `rows[i]` of `out`; a row "
+            "number may come twice.",
+            "`out.index_add(0, ..., ...)` adds every row, also when its number is repeated; `out[rows] += ...` does not.",
+        ),
+        solution=_block("""
+def combine(num_tokens, rows, weights, results):
+    \"\"\"rows (N,), weights (N,), results (N, H) -> out (num_tokens, H).\"\"\"
+    out = torch.zeros(num_tokens, results.shape[1])
+    return out.index_add(0, rows, weights[:, None] * results)
+"""),
+        mistakes=(
+            Mistake(
+                "`out[rows] += ...` meets a repeated row: it reads each row once, so only one of a token's results "
+                "stays",
+                _block("""
+def combine(num_tokens, rows, weights, results):
+    out = torch.zeros(num_tokens, results.shape[1])
+    out[rows] += weights[:, None] * results
+    return out
+"""),
+            ),
+            Mistake(
+                "the route weight is left out",
+                _block("""
+def combine(num_tokens, rows, weights, results):
+    return torch.zeros(num_tokens, results.shape[1]).index_add(0, rows, results)
+"""),
+            ),
+        ),
+        observe=calls(
+            "combine",
+            (
+                3,
+                torch.tensor([0, 2, 0, 1, 2]),
+                torch.tensor([0.75, 0.5, 0.25, 1.0, 0.5]),
+                torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]),
+            ),
+            (2, torch.tensor([1]), torch.tensor([0.5]), torch.tensor([[2.0, -2.0]])),
+        ),
+        lesson="Scatter-add is the whole of the un-permute step; a kernel that writes once per row needs no atomics.",
+    ),
+)
+
+_PADDING = (
+    Exercise(
+        key="padded_offsets",
+        notebook="02_grouped_padding",
+        title="Where each group starts",
+        task=_block("""
+Every group starts at a multiple of `block`. Fill in how many blocks a group of `size` rows needs. An exact multiple
+needs no extra block, and an empty group needs none at all.
+"""),
+        answer="padded_offsets",
+        gap=_block("""
+def padded_offsets(sizes, block):
+    \"\"\"First padded row of each group and, last, the number of padded rows.\"\"\"
+    offsets = [0]
+    for size in sizes:
+        num_blocks = ...
+        offsets.append(offsets[-1] + num_blocks * block)
+    return offsets
+"""),
+        hints=(
+            "With blocks of 128: 0 rows need 0 blocks, 1 needs 1, 128 need 1, 129 need 2.",
+            "That is the quotient rounded *up*. Python's `//` rounds down; what must be added to `size` first?",
+            "`(size + block - 1) // block`, or the trick `-(-size // block)`.",
+        ),
+        solution=_block("""
+def padded_offsets(sizes, block):
+    \"\"\"First padded row of each group and, last, the number of padded rows.\"\"\"
+    offsets = [0]
+    for size in sizes:
+        num_blocks = (size + block - 1) // block
+        offsets.append(offsets[-1] + num_blocks * block)
+    return offsets
+"""),
+        mistakes=(
+            Mistake(
+                "the quotient is rounded down: the last rows of a group get no place",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + size // block * block)
+    return offsets
+"""),
+            ),
+            Mistake(
+                "an exact multiple (and an empty group) gets one block more than it fills; that is ceil((n+1)/block), "
+                "the other reading of the contract",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + (size // block + 1) * block)
+    return offsets
+"""),
+            ),
+            Mistake(
+                "the raw offsets are rounded up one by one: padding of earlier groups is forgotten, so groups overlap",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets, rows = [0], 0
+    for size in sizes:
+        rows += size
+        offsets.append(-(-rows // block) * block)
+    return offsets
+"""),
+            ),
+        ),
+        observe=calls("padded_offsets", ((3, 0, 2), 2), ((1, 127, 128, 129), 128), ((0, 256, 5, 0), 128)),
+        lesson="Round up each size, then add up: every group starts at a multiple of the block.",
+    ),
+    Exercise(
+        key="two_rows",
+        notebook="02_grouped_padding",
+        title="Two index spaces",
+        task=_block("""
+Row `r` of an expert has a token and a route weight. Give the row number of each: tokens are stored with padding, route
+weights without.
+"""),
+        answer="two_rows",
+        gap=_block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    \"\"\"Row of the token and row of the route weight, for row r of an expert.\"\"\"
+    token_row = ...
+    weight_row = ...
+    return token_row, weight_row
+"""),
+        hints=(
+            "Look at the picture of the five tokens: the first row of expert 2 has padded row 4 and raw row 3.",
+            "Both are `start of the expert + r`. They differ in which array holds the start.",
+            "The token is at `padded_offsets[expert] + r`. The weight uses the other array.",
+        ),
+        solution=_block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    \"\"\"Row of the token and row of the route weight, for row r of an expert.\"\"\"
+    token_row = padded_offsets[expert] + r
+    weight_row = offsets[expert] + r
+    return token_row, weight_row
+"""),
+        mistakes=(
+            Mistake(
+                "the route weight is read at the padded row: right for the first expert only, and past the end of the "
+                "array for the last ones",
+                _block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    return padded_offsets[expert] + r, padded_offsets[expert] + r
+"""),
+            ),
+            Mistake(
+                "the token is read at the raw row, as if tokens were stored without padding",
+                _block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    return offsets[expert] + r, offsets[expert] + r
+"""),
+            ),
+            Mistake(
+                "the two arrays are swapped",
+                _block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    return offsets[expert] + r, padded_offsets[expert] + r
+"""),
+            ),
+        ),
+        observe=calls(
+            "two_rows",
+            (0, 1, (0, 3, 3, 5), (0, 4, 4, 6)),
+            (2, 1, (0, 3, 3, 5), (0, 4, 4, 6)),
+            (3, 100, (0, 1, 128, 256, 385), (0, 128, 256, 384, 640)),
+        ),
+        lesson="The first expert hides the mistake, because both of its starts are 0; test with more than one.",
+    ),
+    Exercise(
+        key="actual_rows",
+        notebook="02_grouped_padding",
+        title="How much of a block is real",
+        task=_block("""
+A kernel works on one block of padded rows at a time and must know how many of its rows are valid. `left` is what
+remains of the group at the start of the block; it can be more than a block, and below zero where a group has one block
+too many. Return a number from 0 to `block`.
+"""),
+        answer="actual_rows",
+        gap=_block("""
+def actual_rows(bx, size, padded_start, block=128):
+    \"\"\"Valid rows in block number bx; its group has size rows and starts at row padded_start.\"\"\"
+    left = size - (bx * block - padded_start)
+    return ...
+"""),
+        hints=(
+            "Three kinds of block: full ones, one that is partly filled, and (in some layouts) empty ones.",
+            "`left` is right for the partly filled block only. Cap it at both ends.",
+            "`max(0, min(..., left))`.",
+        ),
+        solution=_block("""
+def actual_rows(bx, size, padded_start, block=128):
+    \"\"\"Valid rows in block number bx; its group has size rows and starts at row padded_start.\"\"\"
+    left = size - (bx * block - padded_start)
+    return max(0, min(block, left))
+"""),
+        mistakes=(
+            Mistake(
+                "there is no lower limit: an all-padding block gets a negative number of rows",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return min(block, size - (bx * block - padded_start))
+"""),
+            ),
+            Mistake(
+                "there is no upper limit: a full block claims the rows of the blocks after it",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return max(0, size - (bx * block - padded_start))
+"""),
+            ),
+        ),
+        observe=calls("actual_rows", (3, 142, 256), (2, 142, 256), (4, 142, 256), (5, 256, 256), (1, 3, 4, 4)),
+        lesson="This is the line `actual_rows` of the baseline, word for word.",
+    ),
+)
+
+_ROOFLINE = (
+    Exercise(
+        key="flops",
+        notebook="03_roofline",
+        title="Count the work",
+        task=_block("""
+Fill in the floating-point operations that one valid row costs: three matrix products (gate, up, down), each of
+`hidden * intermediate` multiply-adds. A multiply-add is two operations. SiLU and the route weight are too few to count.
+"""),
+        answer="flops",
+        gap=_block("""
+def flops(case):
+    \"\"\"Floating-point operations of one call; valid rows only.\"\"\"
+    per_row = ...
+    return per_row * case.num_tokens
+"""),
+        hints=(
+            "A row of length H times a weight matrix (I, H) gives I numbers, each a sum of H products.",
+            "One product matrix costs 2 * H * I a row. How many are there?",
+            "Three of them: `2 * 3 * case.hidden * case.intermediate`.",
+        ),
+        solution=_block("""
+def flops(case):
+    \"\"\"Floating-point operations of one call; valid rows only.\"\"\"
+    per_row = 6 * case.hidden * case.intermediate
+    return per_row * case.num_tokens
+"""),
+        mistakes=(
+            Mistake(
+                "a multiply-add is counted as one operation; data sheets count it as two",
+                "def flops(case):\n    return 3 * case.hidden * case.intermediate * case.num_tokens",
+            ),
+            Mistake(
+                "one of the three products is left out (gate and up are two, down is the third)",
+                "def flops(case):\n    return 4 * case.hidden * case.intermediate * case.num_tokens",
+            ),
+            Mistake(
+                "the work is counted for every expert; a row goes through the weights of its own expert only",
+                "def flops(case):\n    return 6 * case.hidden * case.intermediate * case.num_tokens * case.num_experts",
+            ),
+        ),
+        observe=calls("flops", *((case,) for case in CASES.values())),
+        lesson="6 * H * I for each valid row: the number of experts does not appear.",
+    ),
+    Exercise(
+        key="bound",
+        notebook="03_roofline",
+        title="The bound",
+        task=_block("""
+A device computes and moves memory at the same time. Return the least time in milliseconds that a call can take.
+"""),
+        answer="bound_ms",
+        gap=_block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    \"\"\"Least time in ms on a device with this peak (TFLOP/s) and bandwidth (TB/s).\"\"\"
+    compute_ms = num_flops / (peak_tflops * 1e12) * 1e3
+    memory_ms = num_bytes / (bandwidth_tbps * 1e12) * 1e3
+    return ...
+"""),
+        hints=(
+            "Two people work side by side, one needs 3 hours, the other 5. When is all done?",
+            "The two run at once, so neither adds to the other: the slower one decides.",
+            "`max(compute_ms, memory_ms)`.",
+        ),
+        solution=_block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    \"\"\"Least time in ms on a device with this peak (TFLOP/s) and bandwidth (TB/s).\"\"\"
+    compute_ms = num_flops / (peak_tflops * 1e12) * 1e3
+    memory_ms = num_bytes / (bandwidth_tbps * 1e12) * 1e3
+    return max(compute_ms, memory_ms)
+"""),
+        mistakes=(
+            Mistake(
+                "the two times are added, as if the device waited for its memory before it computed",
+                _block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    return num_flops / (peak_tflops * 1e9) + num_bytes / (bandwidth_tbps * 1e9)
+"""),
+            ),
+            Mistake(
+                "the smaller time is taken; the slower side decides",
+                _block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    return min(num_flops / (peak_tflops * 1e9), num_bytes / (bandwidth_tbps * 1e9))
+"""),
+            ),
+        ),
+        observe=calls("bound_ms", (2e11, 1e9, 100, 2), (1e11, 5e9, 400, 1.5), (6e11, 3e9, 300, 1.5)),
+        lesson="The larger of the two is the roof over every kernel; being above it means a mistake in the counting.",
+    ),
+    Exercise(
+        key="contest_score",
+        notebook="03_roofline",
+        title="Points for time",
+        task=_block("""
+A case that takes T ms scores 100 * B / (B + T), where B is the time of the judge's own baseline, *rounded down* to a
+whole point. Fill in the list of the three cases' points; the score shown is their mean.
+"""),
+        answer="contest_score",
+        gap=_block("""
+def contest_score(times_ms, baseline_ms):
+    \"\"\"Displayed score of three times, given the baseline's.\"\"\"
+    points = ...
+    return sum(points) / len(points)
+"""),
+        hints=(
+            "Make a list with one entry for each pair `for t, b in zip(times_ms, baseline_ms)`.",
+            "Each entry is 100 * b / (b + t), rounded down before the mean is taken.",
+            "`[math.floor(100 * b / (b + t)) for t, b in zip(times_ms, baseline_ms)]`.",
+        ),
+        solution=_block("""
+def contest_score(times_ms, baseline_ms):
+    \"\"\"Displayed score of three times, given the baseline's.\"\"\"
+    points = [math.floor(100 * b / (b + t)) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+        mistakes=(
+            Mistake(
+                "the points are not rounded down before the mean: the judge shows thirds only",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [100 * b / (b + t) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "the points are rounded to the nearest whole number, not down",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [round(100 * b / (b + t)) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "the times are added up first: then the slowest case decides, while the judge weighs all three alike",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    return math.floor(100 * sum(baseline_ms) / (sum(baseline_ms) + sum(times_ms)))
+"""),
+            ),
+        ),
+        observe=calls(
+            "contest_score",
+            ((2.549, 4.487, 8.850), (11.251, 18.610, 35.875)),
+            ((11.3, 18.7, 36.0), (11.251, 18.610, 35.875)),
+            ((4.0, 4.0, 4.0), (11.251, 18.610, 35.875)),
+        ),
+        lesson="Because of the rounding, a gain inside one point is invisible, and a third of a point is one case.",
+    ),
+)
+
+#: Every exercise by key, in the order of the notebooks.
+EXERCISES: dict[str, Exercise] = {exercise.key: exercise for exercise in (*_START, *_NAIVE, *_PADDING, *_ROOFLINE)}
+
+
+def of_notebook(notebook: str) -> Sequence[Exercise]:
+    """The exercises of one notebook (its stem), in order."""
+    return [exercise for exercise in EXERCISES.values() if exercise.notebook == notebook]
