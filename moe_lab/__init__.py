@@ -17,7 +17,9 @@ _LAZY = {
     "Case": "moe_lab.contract",
     "GroupedLayout": "moe_lab.layout",
     "Inputs": "moe_lab.inputs",
+    "MoE": "moe_lab.moe",
     "Submission": "moe_lab.submission",
+    "fused_moe": "moe_lab.moe",
     "make_inputs": "moe_lab.inputs",
 }
 
