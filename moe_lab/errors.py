@@ -46,3 +46,7 @@ class ExerciseError(MoeLabError, AssertionError):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the sentence alone, since the reader's own code is in the cell above."""
         return [str(self)]
+
+
+class NotebookError(MoeLabError):
+    """A notebook that cannot be read, does not run from top to bottom, or holds an answer that would be lost."""
