@@ -7,21 +7,23 @@ it runs, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from moe_lab.errors import MoeLabError
 
-#: "contest": every rule, ruling and C500 limit; "open": rulings and C500 limits are advice (kernels for other cards).
-ProfileOption = Annotated[
-    str,
-    typer.Option(
-        "--profile", click_type=click.Choice(["contest", "open"]), help="which rules reject, which only advise"
-    ),
-]
+
+class Profile(str, Enum):
+    """Which rules reject and which only advise."""
+
+    CONTEST = "contest"  # every rule, ruling and C500 limit
+    OPEN = "open"  # rulings and C500 limits are advice: kernels for other cards
+
+
+ProfileOption = Annotated[Profile, typer.Option("--profile", help="which rules reject, which only advise")]
 
 app = typer.Typer(
     name="moe-lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -38,7 +40,7 @@ def _app() -> None:
 def export(
     notebook: Annotated[Path, typer.Argument(help="notebook whose cell tagged 'submission' is exported")],
     output: Annotated[Path, typer.Option("-o", "--output", help="file to write")] = Path("submission.py"),
-    profile: ProfileOption = "contest",
+    profile: ProfileOption = Profile.CONTEST,
 ) -> None:
     """Write the final cell of a notebook to a file, byte for byte, without running it."""
     from moe_lab.export import export as write
@@ -46,8 +48,33 @@ def export(
     from moe_lab.submission import Submission
 
     submission = Submission(submission_cell(notebook), output.name)
-    path = write(submission, output, profile)  # type: ignore[arg-type]
+    path = write(submission, output, profile.value)
     print(f"wrote {path} ({len(submission.source.encode())} bytes, sha256 {submission.source_hash[:12]})")
+
+
+@app.command()
+def score(
+    times_ms: Annotated[list[float], typer.Argument(metavar="MS MS MS", help="time of each contest case in ms")],
+) -> None:
+    """Points of three times, and how much faster each case must get for the next one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from moe_lab.judge.score import score as score_of
+
+    result = score_of(times_ms)
+    columns = ("case", "time ms", "baseline ms", "points", "counts as", "next point at", "that is")
+    table = Table(*columns, title="Contest score, per case and in all")
+    for case in result.cases:
+        next_ms = case.next_time_ms
+        table.add_row(
+            str(case.case), f"{case.time_ms:.3f}", f"{case.baseline_ms:.3f}", f"{case.points:.2f}", str(case.floored),
+            f"{next_ms:.3f} ms" if next_ms else "-",
+            f"{100 * (1 - next_ms / case.time_ms):.1f}% less" if next_ms else "-",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(f"score {result.points:.2f} (mean of the whole points), total {result.total_ms:.3f} ms")
 
 
 def main() -> None:

@@ -1,0 +1,176 @@
+"""The contest's score: from three times to points, and back from points to the time that earns them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_lab.errors import ContractError, DataError
+from moe_lab.tables import published_results
+
+#: s of the guide's formula: what a solution earns, as a share of 100, that is exactly as fast as the baseline.
+_SHARE_AT_BASELINE = 0.5
+#: Where the logarithmic compression of the guide ends.
+_MOST_POINTS = 150.0
+
+
+@functools.cache
+def baseline_times_ms() -> tuple[float, float, float]:
+    """Times of the judge's own baseline, measured once and reused: the anchor row of the published results.
+
+    Raises:
+        DataError: if there is no such row.
+    """
+    for row in published_results():
+        if row.accepted == "anchor" and row.times_ms is not None:
+            return row.times_ms
+    raise DataError("got no row with accepted=anchor and three times in c500_results.csv, expected the judge's own")
+
+
+@dataclass(frozen=True)
+class CaseScore:
+    """Points of one case.
+
+    Attributes:
+        case: number, from 1.
+        time_ms: the time.
+        baseline_ms: time of the judge's baseline.
+        points: before flooring, 0 to 150.
+        next_time_ms: the time at which the next whole point is earned; None at the top.
+    """
+
+    case: int
+    time_ms: float
+    baseline_ms: float
+    points: float
+    next_time_ms: float | None
+
+    @property
+    def floored(self) -> int:
+        """Whole points: what is displayed and averaged."""
+        return _floor(self.points)
+
+    @property
+    def confidence(self) -> str:
+        """How sure the points are: above 100 the sources name a logarithm and its end, not its form."""
+        if self.points <= 100:
+            return "read off judge output"
+        return "assumed: above 100 only 'logarithmic, up to 150' is known"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Points of a submission.
+
+    Attributes:
+        cases: one entry a case, in order.
+    """
+
+    cases: tuple[CaseScore, ...]
+
+    @property
+    def points(self) -> float:
+        """Displayed score: the mean of the floored cases, so it moves in thirds."""
+        return sum(case.floored for case in self.cases) / len(self.cases)
+
+    @property
+    def total_ms(self) -> float:
+        """Displayed time: the sum of the cases."""
+        return sum(case.time_ms for case in self.cases)
+
+
+def _floor(points: float) -> int:
+    # 1e-9 keeps an exact boundary, such as the baseline's own 50, from falling through a rounding error.
+    return math.floor(points + 1e-9)
+
+
+def case_points(time_ms: float, baseline_ms: float, floor_ms: float = 0.0) -> float:
+    """Points of one case, before flooring.
+
+    100 / (1 + (1/s - 1) * (Tk - Th) / (Tb - Th)) with s = 0.5. Th is the hardware's floor in the guide; solved from
+    eight published ratios it is 0 on this problem, which leaves 100 * Tb / (Tb + Tk), always below 100.
+    Above 100 the guide compresses logarithmically up to 150 and gives no form; here 100 + 50 * log10(points / 100).
+
+    Args:
+        time_ms: Tk, above 0.
+        baseline_ms: Tb, above ``floor_ms``.
+        floor_ms: Th, at least 0.
+
+    Returns:
+        points in (0, 150].
+
+    Raises:
+        ContractError: for a time that is no positive number, or a baseline at or below the floor.
+
+    Source:
+        the contest's evaluation guide (formula, s); published ratios of accepted runs (Th = 0, rounding down).
+
+    >>> case_points(11.251, 11.251)
+    50.0
+    """
+    _check_time("a time", time_ms)
+    _check_time("a baseline", baseline_ms)
+    if not 0 <= floor_ms < baseline_ms:
+        raise ContractError(f"got floor_ms={floor_ms} for a baseline of {baseline_ms} ms, expected 0 up to below it")
+    ratio = (1 / _SHARE_AT_BASELINE - 1) * (time_ms - floor_ms) / (baseline_ms - floor_ms)
+    if ratio <= -1:
+        return _MOST_POINTS
+    points = 100 / (1 + ratio)
+    return points if points <= 100 else min(_MOST_POINTS, 100 + 50 * math.log10(points / 100))
+
+
+def time_for_points(points: float, baseline_ms: float, floor_ms: float = 0.0) -> float:
+    """The time that earns so many points: the inverse of :func:`case_points` up to 100.
+
+    Args:
+        points: above 0, at most 100.
+        baseline_ms: Tb, above ``floor_ms``.
+        floor_ms: Th, at least 0.
+
+    Returns:
+        Tk in ms; ``floor_ms`` for 100 points.
+
+    Raises:
+        ContractError: for points outside (0, 100] or a baseline at or below the floor.
+
+    >>> round(time_for_points(81, 11.251), 3)
+    2.639
+    """
+    if not 0 < points <= 100:
+        raise ContractError(f"got {points} points, expected above 0 and at most 100, where the formula is known")
+    if not 0 <= floor_ms < baseline_ms:
+        raise ContractError(f"got floor_ms={floor_ms} for a baseline of {baseline_ms} ms, expected 0 up to below it")
+    return floor_ms + (baseline_ms - floor_ms) * (100 / points - 1) / (1 / _SHARE_AT_BASELINE - 1)
+
+
+def score(times_ms: Sequence[float]) -> Score:
+    """Score the times of the contest's cases.
+
+    Args:
+        times_ms: one time a case, each above 0.
+
+    Raises:
+        ContractError: for another number of times or a time that is no positive number.
+
+    >>> round(score([2.551, 4.489, 8.853]).points, 2)
+    80.33
+    """
+    baselines = baseline_times_ms()
+    if len(times_ms) != len(baselines):
+        raise ContractError(f"got {len(times_ms)} times, expected {len(baselines)}, one for each case, in ms")
+    cases = []
+    for number, (time_ms, baseline_ms) in enumerate(zip(times_ms, baselines, strict=True), start=1):
+        points = case_points(time_ms, baseline_ms)
+        following = _floor(points) + 1
+        target = time_for_points(following, baseline_ms) if following < 100 else None
+        cases.append(CaseScore(number, time_ms, baseline_ms, points, target))
+    return Score(tuple(cases))
+
+
+def _check_time(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ContractError(
+            f"got {what} of {value} ms, expected a number above 0; the judge's 0 means that it failed before timing"
+        )

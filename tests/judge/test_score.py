@@ -1,0 +1,96 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lab.errors import ContractError
+from moe_lab.judge.score import baseline_times_ms, case_points, score, time_for_points
+from moe_lab.tables import published_results
+
+BEST = (2.551, 4.489, 8.853)
+
+
+def test_the_best_accepted_times_earn_their_published_points():
+    got = score(BEST)
+    assert got.points == pytest.approx(80.33, abs=0.005)
+    assert got.total_ms == pytest.approx(15.9, abs=0.05)
+    assert [case.floored for case in got.cases] == [81, 80, 80]
+    published = next(row for row in published_results() if row.times_ms == BEST)
+    assert published.score == pytest.approx(got.points, abs=0.005)
+
+
+def test_the_baseline_is_fifty_points_and_sixty_six_milliseconds():
+    times = baseline_times_ms()
+    assert times == (11.251, 18.61, 35.875)
+    got = score(times)
+    assert got.points == 50
+    assert round(got.total_ms) == 66
+
+
+@pytest.mark.parametrize(
+    ("case", "points", "time_ms"),
+    [(0, 79, 2.991), (0, 80, 2.813), (0, 85, 1.985), (1, 81, 4.365), (1, 85, 3.284), (2, 80, 8.969), (2, 82, 7.875)],
+)
+def test_the_time_that_earns_a_point_is_the_inverse(case, points, time_ms):
+    assert time_for_points(points, baseline_times_ms()[case]) == pytest.approx(time_ms, abs=5e-4)
+
+
+@given(st.floats(0.01, 100), st.floats(0.1, 100), st.floats(0, 0.9))
+def test_points_and_time_are_each_others_inverse(time_ms, baseline_ms, share):
+    floor_ms = share * baseline_ms
+    points = case_points(time_ms, baseline_ms, floor_ms)
+    if points <= 100:
+        assert time_for_points(points, baseline_ms, floor_ms) == pytest.approx(time_ms, rel=1e-6)
+
+
+def test_the_next_point_is_earned_at_its_time_and_not_before():
+    for case in score(BEST).cases:
+        times = list(BEST)
+        times[case.case - 1] = case.next_time_ms
+        assert score(times).cases[case.case - 1].floored == case.floored + 1
+        times[case.case - 1] = case.next_time_ms * 1.0001
+        assert score(times).cases[case.case - 1].floored == case.floored
+
+
+def test_above_one_hundred_it_is_compressed_up_to_150_and_marked_as_assumed():
+    # Faster than the floor: only reachable where the guide's floor is not 0.
+    assert case_points(1.0, 10.0, floor_ms=1.0) == 100
+    above = [case_points(time, 10.0, floor_ms=4.0) for time in (3.9, 3.0, 1.0)]
+    assert 100 < above[0] < above[1] < above[2] <= 150
+    assert above[1] < 100 / (1 + (3.0 - 4.0) / 6.0)
+    assert case_points(0.001, 10.0, floor_ms=5.5) == 150
+    assert all(case.confidence == "read off judge output" for case in score(BEST).cases)
+
+
+@pytest.mark.parametrize("times", [(1, 2), (0, 1, 2), (-1, 1, 2), (float("nan"), 1, 2), (float("inf"), 1, 2)])
+def test_times_that_are_none_are_refused(times):
+    with pytest.raises(ContractError, match="expected"):
+        score(times)
+
+
+@pytest.mark.parametrize("points", [0, -1, 100.1])
+def test_points_outside_the_known_formula_are_refused(points):
+    with pytest.raises(ContractError, match="expected above 0 and at most 100"):
+        time_for_points(points, 10)
+
+
+def test_the_command_prints_points_total_and_the_next_step():
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_lab", "score", "2.551", "4.489", "8.853"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "score 80.33" in done.stdout
+    assert "15.893 ms" in done.stdout
+    assert "2.470 ms" in done.stdout
+
+
+def test_the_command_refuses_a_failed_time_in_one_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_lab", "score", "0", "1", "2"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "failed before timing" in done.stderr
