@@ -703,8 +703,430 @@ def contest_score(times_ms, baseline_ms):
     ),
 )
 
+_KERNEL = (
+    Exercise(
+        key="shared_bytes",
+        notebook="04_first_tilelang_kernel",
+        title="What stage 1 keeps in shared memory",
+        task=_block("""
+Stage 1 multiplies one token tile (`block_m` rows, `block_k` columns) with two weight tiles (`block_n` rows, `block_k`
+columns), all fp16. The weight tiles are shared. The token tile is a register fragment or shared: the flag says which.
+The two accumulators (`block_m` by `block_n`, fp32) are fragments. Return the bytes of shared memory of one block.
+"""),
+        answer="shared_bytes",
+        gap=_block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
+    elements = ...
+    return elements * 2
+"""),
+        hints=(
+            "Only what `alloc_shared` makes counts. Go through the six buffers of the kernel above, one by one.",
+            "Two weight tiles of block_n * block_k elements; and block_m * block_k more if the flag is set.",
+            "`2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)`.",
+        ),
+        solution=_block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
+    elements = 2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)
+    return elements * 2
+"""),
+        mistakes=(
+            Mistake(
+                "there is one weight tile; stage 1 needs a gate tile and an up tile at the same time",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
+"""),
+            ),
+            Mistake(
+                "the token tile is always counted; a fragment lives in registers and takes no shared memory",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (2 * block_n * block_k + block_m * block_k)
+"""),
+            ),
+            Mistake(
+                "the accumulators are counted; they are fragments, in registers",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    tiles = 2 * (2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
+    return tiles + 2 * block_m * block_n * 4
+"""),
+            ),
+        ),
+        observe=calls("shared_bytes", (128, 128, 128, False), (128, 128, 64, True), (64, 256, 32, True)),
+        lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the block_k leaves room for the tokens.",
+    ),
+    Exercise(
+        key="swiglu",
+        notebook="04_first_tilelang_kernel",
+        title="SiLU with exp2",
+        task=_block("""
+The hardware has an instruction for 2 to the power of x, and none for e to the power of x, so kernels write
+exp(x) = exp2(x * log2(e)). Return silu(gate) * up, where silu(g) = g / (1 + exp(-g)), with `torch.exp2` and the
+constant `LOG2_E`.
+"""),
+        answer="swiglu",
+        gap=_block("""
+LOG2_E = 1.44269504
+
+
+def swiglu(gate, up):
+    \"\"\"silu(gate) * up, element by element; any shape.\"\"\"
+    silu = ...
+    return silu * up
+"""),
+        hints=(
+            "silu(0) is 0, silu(10) is nearly 10 and silu(-10) is nearly 0: try these three.",
+            "The denominator is 1 + exp(-gate). Write its exp as an exp2; which factor goes inside?",
+            "`gate / (1.0 + torch.exp2(-gate * ...))`.",
+        ),
+        solution=_block("""
+LOG2_E = 1.44269504
+
+
+def swiglu(gate, up):
+    \"\"\"silu(gate) * up, element by element; any shape.\"\"\"
+    silu = gate / (1.0 + torch.exp2(-gate * LOG2_E))
+    return silu * up
+"""),
+        mistakes=(
+            Mistake(
+                "exp2 takes the place of exp with no log2(e): the curve is too flat, off by up to 0.19",
+                "def swiglu(gate, up):\n    return gate / (1.0 + torch.exp2(-gate)) * up",
+            ),
+            Mistake(
+                "the sigmoid is returned; SiLU is gate times the sigmoid of gate",
+                "def swiglu(gate, up):\n    return up / (1.0 + torch.exp2(-gate * 1.44269504))",
+            ),
+            Mistake(
+                "the minus sign is lost: the curve is turned around",
+                "def swiglu(gate, up):\n    return gate / (1.0 + torch.exp2(gate * 1.44269504)) * up",
+            ),
+            Mistake(
+                "gate and up have changed places: SiLU belongs to the gate",
+                "def swiglu(gate, up):\n    return up / (1.0 + torch.exp2(-up * 1.44269504)) * gate",
+            ),
+        ),
+        observe=calls(
+            "swiglu",
+            (torch.tensor([0.0, 1.0, -1.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 0.5])),
+            (torch.tensor([[-3.0, 0.25], [2.0, -0.5]]), torch.tensor([[1.0, -2.0], [0.5, 4.0]])),
+        ),
+        lesson="These are the two lines after the K loop of the baseline.",
+    ),
+    Exercise(
+        key="registers",
+        notebook="04_first_tilelang_kernel",
+        title="What a fragment costs a thread",
+        task=_block("""
+A fragment is spread over the registers of all threads of a block. A register holds 4 bytes. If several waves need the
+same elements, each keeps a copy of its own. Return the registers that a fragment takes from each thread.
+"""),
+        answer="registers",
+        gap=_block("""
+def registers(rows, columns, element_bytes, threads, copies):
+    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
+    return ...
+"""),
+        hints=(
+            "Start with the bytes of the whole fragment. How many times is it held? Who shares it?",
+            "bytes * copies / threads is what one thread holds. A register holds 4 of these bytes.",
+            "`rows * columns * element_bytes * copies // threads // 4`.",
+        ),
+        solution=_block("""
+def registers(rows, columns, element_bytes, threads, copies):
+    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
+    return rows * columns * element_bytes * copies // threads // 4
+"""),
+        mistakes=(
+            Mistake(
+                "every element is given a register; two fp16 numbers share one",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * copies // threads",
+            ),
+            Mistake(
+                "the copies are left out; waves that need the same rows hold them once each",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * element_bytes // threads // 4",
+            ),
+            Mistake(
+                "bytes are returned; a register holds 4 of them",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * element_bytes * copies // threads",
+            ),
+        ),
+        observe=calls("registers", (128, 128, 4, 256, 1), (128, 128, 2, 256, 2), (128, 64, 2, 256, 4)),
+        lesson="The baseline's stage 1 on 64-lane waves: 64 + 64 for the accumulators, 64 for the token tile, of 256.",
+    ),
+)
+
+_BASELINE = (
+    Exercise(
+        key="weight_row",
+        notebook="05_fused_two_stage",
+        title="Which route weight",
+        task=_block("""
+Stage 2 multiplies row `i` of block `bx` by its route weight. The block belongs to one expert, whose rows start at
+`padded_start` in the padded space and at `raw_start` in the raw space. Return the index into the route weights.
+"""),
+        answer="weight_row",
+        gap=_block("""
+def weight_row(bx, i, padded_start, raw_start, block=128):
+    \"\"\"Raw row of row i of block bx.\"\"\"
+    rows_before = bx * block - padded_start
+    return ...
+"""),
+        hints=(
+            "How many rows of the same expert lie before row i of this block? They may be in earlier blocks.",
+            "`rows_before` rows lie in earlier blocks of the expert, and i more in this one. Where does the expert "
+            "start among the raw rows?",
+            "`raw_start + rows_before + i`.",
+        ),
+        solution=_block("""
+def weight_row(bx, i, padded_start, raw_start, block=128):
+    \"\"\"Raw row of row i of block bx.\"\"\"
+    rows_before = bx * block - padded_start
+    return raw_start + rows_before + i
+"""),
+        mistakes=(
+            Mistake(
+                "the padded row is used: the classic mix of the two index spaces",
+                "def weight_row(bx, i, padded_start, raw_start, block=128):\n    return bx * block + i",
+            ),
+            Mistake(
+                "the rows of the expert's earlier blocks are forgotten: right for the first block of each group only",
+                "def weight_row(bx, i, padded_start, raw_start, block=128):\n    return raw_start + i",
+            ),
+        ),
+        observe=calls("weight_row", (0, 5, 0, 0), (1, 5, 0, 0), (3, 0, 256, 142), (4, 7, 512, 284)),
+        lesson="Line `raw_start = group_offsets[expert] + rows_before` of the baseline, with i added where it is used.",
+    ),
+    Exercise(
+        key="one_stage",
+        notebook="05_fused_two_stage",
+        title="The price of one stage",
+        task=_block("""
+A one-stage kernel has a block for every `block_n` columns of `out`, and each of these blocks computes the whole hidden
+activation of its rows for itself. Return how many times the operations of the two-stage kernel that takes. Per row,
+gate and up cost 4 * H * I operations, down costs 2 * H * I; `block_n` divides H.
+"""),
+        answer="one_stage",
+        gap=_block("""
+def one_stage(hidden, block_n):
+    \"\"\"Operations of the one-stage kernel over those of the two-stage kernel.\"\"\"
+    repeats = hidden // block_n
+    return ...
+"""),
+        hints=(
+            "What is repeated, and what is not? Each column of out is still computed once.",
+            "Drop the factor H * I: two stages cost 4 + 2. In one stage, the 4 is paid `repeats` times.",
+            "`(4 * repeats + 2) / 6`.",
+        ),
+        solution=_block("""
+def one_stage(hidden, block_n):
+    \"\"\"Operations of the one-stage kernel over those of the two-stage kernel.\"\"\"
+    repeats = hidden // block_n
+    return (4 * repeats + 2) / 6
+"""),
+        mistakes=(
+            Mistake(
+                "everything is repeated; the down projection is still done once for each column of out",
+                "def one_stage(hidden, block_n):\n    return hidden // block_n",
+            ),
+            Mistake(
+                "the repeated part is not divided by the whole of two stages, which is 4 + 2",
+                "def one_stage(hidden, block_n):\n    return (4 * (hidden // block_n) + 2) / 4",
+            ),
+            Mistake(
+                "gate and up are counted as one product; they are two, of 2 * H * I each",
+                "def one_stage(hidden, block_n):\n    return (2 * (hidden // block_n) + 2) / 6",
+            ),
+        ),
+        observe=calls("one_stage", (2048, 128), (7168, 128), (256, 256)),
+        lesson="11 times the work to save 4.4% of the bytes in case 1; 37.7 times to save 1.2% in cases 2 and 3.",
+    ),
+    Exercise(
+        key="cache_key",
+        notebook="05_fused_two_stage",
+        title="What compiles again",
+        task=_block("""
+`run_kernel` has been called once. For each of these four next calls, say whether `_get_kernel` compiles (True) or finds
+its kernel in the cache (False):
+
+1. the same tensors again;
+2. new weights, and another routing that happens to need the same number of blocks; E, H, I and N are unchanged;
+3. the same E, H, I and N, but a routing that needs one block more;
+4. one valid row fewer, the same number of blocks.
+"""),
+        answer="compiles",
+        gap="compiles = (..., ..., ..., ...)",
+        hints=(
+            "The key is the tuple of six numbers in `_get_kernel`. Which of them differ between the calls?",
+            "No tensor's content is in the key, only sizes: H, I, E, P, N and the number of blocks.",
+            "Another number of blocks changes P; one row fewer changes N.",
+        ),
+        solution="compiles = (False, False, True, True)",
+        mistakes=(
+            Mistake(
+                "new values are taken for a new kernel; the key holds sizes only, and must: keying on content would "
+                "compile at every call",
+                "compiles = (False, True, True, True)",
+            ),
+            Mistake(
+                "N is left out of the key; the route weights are declared as T.Tensor((N,), ...), so a kernel is made "
+                "for one N",
+                "compiles = (False, False, True, False)",
+            ),
+            Mistake(
+                "P is left out of the key; the grid and three tensors are as large as P says",
+                "compiles = (False, False, False, True)",
+            ),
+        ),
+        observe=value("compiles"),
+        lesson="Sizes are compiled in, contents are read when the kernel runs.",
+    ),
+)
+
+_LADDER = (
+    Exercise(
+        key="same_tier",
+        notebook="07_the_ladder",
+        title="A fair comparison",
+        task=_block("""
+`runs` holds judge results as (version, tier, total time in ms). The machines come in tiers of different speed, and
+nobody chooses the tier. Return how many times faster `new` is than `old`, as the mean of the ratios old / new over the
+tiers on which *both* ran. Each version ran at most once on a tier.
+"""),
+        answer="gain",
+        gap=_block("""
+def gain(runs, old, new):
+    \"\"\"Mean over the shared tiers of time(old) / time(new); above 1 means that new is faster.\"\"\"
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    ratios = ...
+    return sum(ratios) / len(ratios)
+"""),
+        hints=(
+            "A ratio is only fair if both times come from the same tier.",
+            "For each tier of `tiers`, look both times up: `times[old, tier]` and `times[new, tier]`.",
+            "`[times[old, tier] / times[new, tier] for tier in tiers]`.",
+        ),
+        solution=_block("""
+def gain(runs, old, new):
+    \"\"\"Mean over the shared tiers of time(old) / time(new); above 1 means that new is faster.\"\"\"
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    ratios = [times[old, tier] / times[new, tier] for tier in tiers]
+    return sum(ratios) / len(ratios)
+"""),
+        mistakes=(
+            Mistake(
+                "the best time of each version is compared, whatever machine it came from",
+                _block("""
+def gain(runs, old, new):
+    best = lambda wanted: min(time_ms for version, _, time_ms in runs if version == wanted)
+    return best(old) / best(new)
+"""),
+            ),
+            Mistake(
+                "the first time of each version is compared, whatever machine it came from",
+                _block("""
+def gain(runs, old, new):
+    first = lambda wanted: next(time_ms for version, _, time_ms in runs if version == wanted)
+    return first(old) / first(new)
+"""),
+            ),
+            Mistake(
+                "the ratio is upside down: new over old is below 1 when new is faster",
+                _block("""
+def gain(runs, old, new):
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    ratios = [times[new, tier] / times[old, tier] for version, tier in times if version == old and (new, tier) in times]
+    return sum(ratios) / len(ratios)
+"""),
+            ),
+        ),
+        observe=calls(
+            "gain",
+            ((("a", "fast", 20.0), ("b", "slow", 27.0), ("a", "slow", 30.0)), "a", "b"),
+            (
+                (
+                    ("a", "slow", 33.0),
+                    ("b", "slow", 30.0),
+                    ("b", "fast", 19.0),
+                    ("c", "fast", 18.0),
+                    ("a", "mid", 25.0),
+                ),
+                "a",
+                "b",
+            ),
+            ((("a", "slow", 30.0), ("b", "slow", 28.0), ("b", "fast", 20.0), ("a", "fast", 21.0)), "a", "b"),
+        ),
+        lesson="On a slow tier a better kernel can look worse than its predecessor did on a fast one.",
+    ),
+    Exercise(
+        key="interleave",
+        notebook="07_the_ladder",
+        title="When the machine drifts",
+        task=_block("""
+On your own card you run two kernels in turn: `a`, `b`, `a`, `b`, ... and get two lists of times of the same length.
+While you measure, the card warms up and its clock sinks, so both lists grow. Return the time of `b` relative to `a`:
+the median of the ratios of neighbours, `b[i] / a[i]`.
+"""),
+        answer="relative_time",
+        gap=_block("""
+def relative_time(a, b):
+    \"\"\"Median of b[i] / a[i]; below 1 means that b is faster.\"\"\"
+    ratios = sorted(...)
+    middle = len(ratios) // 2
+    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+"""),
+        hints=(
+            "Neighbours ran within milliseconds of each other, so the drift is the same for both.",
+            "Make one ratio for each pair: `zip(a, b)`.",
+            "`y / x for x, y in zip(a, b)`.",
+        ),
+        solution=_block("""
+def relative_time(a, b):
+    \"\"\"Median of b[i] / a[i]; below 1 means that b is faster.\"\"\"
+    ratios = sorted(y / x for x, y in zip(a, b))
+    middle = len(ratios) // 2
+    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+"""),
+        mistakes=(
+            Mistake(
+                "the totals are compared: one disturbed run moves the result",
+                "def relative_time(a, b):\n    return sum(b) / sum(a)",
+            ),
+            Mistake(
+                "the fastest run of each is compared: they happened at different clocks",
+                "def relative_time(a, b):\n    return min(b) / min(a)",
+            ),
+            Mistake(
+                "the ratio is upside down: a over b is above 1 when b is faster",
+                _block("""
+def relative_time(a, b):
+    ratios = sorted(x / y for x, y in zip(a, b))
+    middle = len(ratios) // 2
+    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+"""),
+            ),
+        ),
+        observe=calls(
+            "relative_time",
+            ((1.00, 1.10, 1.20, 1.30), (0.98, 1.08, 1.19, 1.27)),
+            ((1.0, 1.1, 1.2, 1.3, 1.4), (0.95, 1.05, 3.0, 1.23, 1.34)),
+        ),
+        lesson="`moe_lab.timing` measures every pair of kernels like this.",
+    ),
+)
+
 #: Every exercise by key, in the order of the notebooks.
-EXERCISES: dict[str, Exercise] = {exercise.key: exercise for exercise in (*_START, *_NAIVE, *_PADDING, *_ROOFLINE)}
+EXERCISES: dict[str, Exercise] = {
+    exercise.key: exercise for exercise in (*_START, *_NAIVE, *_PADDING, *_ROOFLINE, *_KERNEL, *_BASELINE, *_LADDER)
+}
 
 
 def of_notebook(notebook: str) -> Sequence[Exercise]:

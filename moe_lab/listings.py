@@ -1,0 +1,154 @@
+"""Source text as the notebooks show it: slices of a submission, diffs, and generated code side by side.
+
+A slice is found by what its first and last line say, never by line numbers, so a step that is edited shows its new
+text, and one that lost the line says so.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_lab.errors import SubmissionError
+from moe_lab.submission import Submission
+
+#: Index arithmetic of generated code: loop counters, thread numbers, constants and operators, but no buffer.
+_ARITHMETIC = re.compile(r"(?:\(int(?:32_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Some lines of source.
+
+    Attributes:
+        text: the lines, not indented.
+        language: what to highlight it as: "python", "diff" or "cpp".
+        first_line: number of the first line in its file, from 1; 0 if that means nothing.
+    """
+
+    text: str
+    language: str
+    first_line: int = 0
+
+    def __str__(self) -> str:
+        """The lines alone."""
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        count = self.text.count("\n")
+        where = f"Lines {self.first_line} to {self.first_line + count}:\n\n" if self.first_line else ""
+        return f"{where}```{self.language}\n{self.text}\n```"
+
+
+def lines(submission: Submission, first: str, last: str | None = None, *, occurrence: int = 1) -> Listing:
+    """The lines of a submission from one to another.
+
+    Args:
+        submission: whose text.
+        first: some text of the first line.
+        last: some text of the last line, at or after the first; None for the first line alone.
+        occurrence: which of the lines that hold ``first``, from 1.
+
+    Raises:
+        SubmissionError: if there is no such line.
+
+    >>> str(lines(Submission("a = 1\\nif a:\\n    b = 2\\n    c = 3\\n"), "b =", "c ="))
+    'b = 2\\nc = 3'
+    """
+    start, end = _span(submission.source.splitlines(), submission.name, first, last, occurrence)
+    return Listing(_cut(submission.source, start, end), "python", start + 1)
+
+
+def excerpt(code: str, first: str, last: str | None = None, *, occurrence: int = 1) -> str:
+    """The same for generated code, with long index arithmetic cut; see :func:`lines` and :func:`elide`."""
+    start, end = _span(code.splitlines(), "the generated code", first, last, occurrence)
+    return elide(_cut(code, start, end))
+
+
+def _span(text: list[str], name: str, first: str, last: str | None, occurrence: int) -> tuple[int, int]:
+    starts = [number for number, line in enumerate(text) if first in line]
+    if len(starts) < occurrence:
+        raise SubmissionError(
+            f"got {len(starts)} lines with {first!r} in {name}, expected at least {occurrence}, usually because the "
+            "file was edited"
+        )
+    start = starts[occurrence - 1]
+    ends = [start] if last is None else [number for number in range(start, len(text)) if last in text[number]]
+    if not ends:
+        raise SubmissionError(
+            f"got no line with {last!r} after line {start + 1} of {name}, expected one, usually because the file was "
+            "edited"
+        )
+    return start, ends[0]
+
+
+def _cut(text: str, start: int, end: int) -> str:
+    return textwrap.dedent("\n".join(text.splitlines()[start : end + 1]))
+
+
+def difference(old: Submission, new: Submission) -> Listing:
+    """What changes from one submission to another, without the two lines of file names."""
+    return Listing("".join(old.diff(new).splitlines(keepends=True)[2:]).rstrip("\n"), "diff")
+
+
+def elide(code: str, limit: int = 20) -> str:
+    """Generated code with long index arithmetic cut to "…", so that what is done can be read.
+
+    Args:
+        code: C, CUDA or HIP source.
+        limit: brackets with at most this many characters stay.
+
+    >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];", limit=10)
+    'x[…] = y[(i * 4)];'
+    """
+    return "\n".join(_elide_line(line, limit) for line in code.splitlines())
+
+
+def _elide_line(line: str, limit: int) -> str:
+    shown, position = [], 0
+    while position < len(line):
+        end = _closing(line, position) if line[position] in "([" else -1
+        if end < 0:
+            shown.append(line[position])
+            position += 1
+            continue
+        inner = line[position + 1 : end]
+        cut = len(inner) > limit and _ARITHMETIC.fullmatch(inner)
+        shown += [line[position], "…" if cut else _elide_line(inner, limit), line[end]]
+        position = end + 1
+    return "".join(shown)
+
+
+def _closing(line: str, opening: int) -> int:
+    depth = 0
+    for position in range(opening, len(line)):
+        depth += (line[position] in "([") - (line[position] in ")]")
+        if depth == 0:
+            return position
+    return -1
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Columns of source, for comparing what one kernel became for several targets.
+
+    Attributes:
+        columns: text by heading.
+    """
+
+    columns: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """The columns one below the other."""
+        return "\n\n".join(f"{heading}\n{text}" for heading, text in self.columns.items())
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f'<th style="text-align:left">{html.escape(heading)}</th>' for heading in self.columns)
+        cells = "".join(
+            f'<td style="text-align:left;vertical-align:top"><pre>{html.escape(text)}</pre></td>'
+            for text in self.columns.values()
+        )
+        return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
