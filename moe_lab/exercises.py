@@ -756,7 +756,7 @@ def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
             ),
         ),
         observe=calls("shared_bytes", (128, 128, 128, False), (128, 128, 64, True), (64, 256, 32, True)),
-        lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the block_k leaves room for the tokens.",
+        lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the K leaves room for the tokens.",
     ),
     Exercise(
         key="swiglu",
