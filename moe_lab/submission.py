@@ -195,7 +195,7 @@ class Submission:
         path = self.save(folder / "submission.py")
         module = types.ModuleType("submission")
         module.__file__ = str(path)
-        exec(compile(self.source, str(path), "exec"), module.__dict__)
+        exec(compile(self.source, str(path), "exec", dont_inherit=True), module.__dict__)
         entry: Any = module.__dict__.get(ENTRY_POINT)
         if not callable(entry):
             raise SubmissionError(f"got no function {ENTRY_POINT} in {self.name}, expected one at module level")
