@@ -77,6 +77,37 @@ def score(
     console.print(f"score {result.points:.2f} (mean of the whole points), total {result.total_ms:.3f} ms")
 
 
+@app.command()
+def judge(
+    file: Annotated[Path, typer.Argument(help="Python file with run_kernel")],
+    profile: ProfileOption = Profile.CONTEST,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="also write the report here")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
+) -> None:
+    """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
+    from rich.console import Console
+
+    from moe_lab.judge import Verdict
+    from moe_lab.judge import judge as run
+    from moe_lab.submission import Submission
+
+    Submission.from_file(file)  # a file that cannot be read is a usage error, not a verdict
+    console = Console(stderr=True)
+    with console.status(f"reading {file.name}") as status:
+
+        def progress(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                print(text, file=sys.stderr, flush=True)
+
+        report = run(file, profile=profile.value, seed=seed, progress=progress)
+    if json_file is not None:
+        report.save(json_file)
+    Console().print(report)
+    code = 0 if report.accepted else 2 if report.verdict is Verdict.JUDGE_ERROR else 1
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """Run the command line; an error of ours is one sentence and exit code 2."""
     try:

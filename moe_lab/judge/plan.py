@@ -1,0 +1,252 @@
+"""Which calls the judge makes: structural cases, values, poisons, and what changes from one call to the next.
+
+Sizes are small, so that TileLang's CPU kernels finish in seconds, and a case only permutes its group sizes, so that a
+kernel specialised on shapes is compiled once for all its calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from moe_lab.contract import JUDGE_PROFILE, Case, Variant
+from moe_lab.inputs import Inputs, TokenPoison, Values, make_inputs
+from moe_lab.judge.process import Limits
+
+#: What a call changes compared with the call before it, at the same addresses.
+Change = Literal[
+    "everything", "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing"
+]
+#: What the valid rows of ``out`` hold when the kernel is called; its padding rows are zero, as the judge leaves them.
+OutFill = Literal["zeros", "nan", "noise", "previous"]
+#: What memory from torch.empty holds.
+Garbage = Literal["untouched", "nan", "noise", "large"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``run_kernel``.
+
+    Attributes:
+        sizes: rows of each expert.
+        change: what differs from the call before.
+        values: kind of values of what is redrawn.
+        out_fill: see :data:`OutFill`.
+        token_poison: padding rows of the tokens.
+        slot: which of the two sets of addresses.
+        seed: of what is redrawn.
+    """
+
+    sizes: tuple[int, ...]
+    seed: int
+    change: Change = "everything"
+    values: Values = "normal"
+    out_fill: OutFill = "zeros"
+    token_poison: TokenPoison = "nan"
+    slot: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls that share their shapes, in the order they are made.
+
+    Attributes:
+        name: for the report.
+        hidden, intermediate: H, I.
+        calls: at least one; the first changes everything.
+        garbage: see :data:`Garbage`.
+        variant: reading of the contract.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    calls: tuple[Call, ...]
+    garbage: Garbage = "noise"
+    variant: Variant = JUDGE_PROFILE
+
+    @property
+    def case(self) -> Case:
+        """Sizes of the first call."""
+        sizes = self.calls[0].sizes
+        return Case(self.name, len(sizes), self.hidden, self.intermediate, sum(sizes))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one run does.
+
+    Attributes:
+        groups: structural cases of the verdict.
+        limits: of the worker.
+        sandboxed: whether the static rules and the run-time sandbox apply; only tests of the other defences say no.
+        stop_at_first: end at the first wrong call.
+        variants: whether the open questions are run too.
+        fit: whether the kernels are lowered for the C500's limits.
+        timing: whether the contest cases are timed where a GPU is present.
+    """
+
+    groups: tuple[Group, ...]
+    limits: Limits = field(default_factory=Limits)
+    sandboxed: bool = True
+    stop_at_first: bool = False
+    variants: bool = True
+    fit: bool = True
+    timing: bool = True
+
+
+def default_plan(seed: int) -> Plan:
+    """The plan of a normal run.
+
+    Args:
+        seed: decides values, order and number of calls.
+    """
+    rng = random.Random(seed)
+    return Plan(groups=(*structural_groups(rng), state_group(rng)))
+
+
+def structural_groups(rng: random.Random) -> tuple[Group, ...]:
+    """The cases that differ in shape, in random order after the first."""
+    groups = [
+        _group(
+            rng, "sizes 0, 1, 127, 128, 129", 512, 256,
+            [(0, 129, 1, 40, 128, 127), (127, 40, 129, 128, 1, 0), (1, 128, 0, 127, 40, 129)],
+            values=["normal", "mixed", "large"], garbage="nan",
+        ),
+        _group(
+            rng, "exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)],
+            values=["normal", "tiny"], garbage="noise",
+        ),
+        _group(
+            rng, "one expert takes all", 256, 256, [(0, 0, 300, 0, 0), (300, 0, 0, 0, 0), (0, 0, 0, 0, 300)],
+            values=["mixed", "normal", "tiny"], garbage="large",
+        ),
+        _group(
+            rng, "one token in all", 256, 256, [(0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 0)],
+            values=["normal", "tiny", "large"], garbage="nan",
+        ),
+        _group(rng, "142 rows an expert", 256, 256, [_around_142(rng, 3)], values=["normal"], garbage="noise"),
+    ]  # fmt: skip
+    first, rest = groups[0], groups[1:]
+    rng.shuffle(rest)
+    return (first, *rest)
+
+
+def state_group(rng: random.Random) -> Group:
+    """Many calls with one set of shapes: what a file remembers between calls shows here.
+
+    Each kind of change comes at least once, most arguments staying as they were, so that a cache that looks at only
+    part of its input is caught; the number of calls exceeds the contest's warm-up and is not known beforehand.
+    """
+    base = [0, 3, 129, 20]
+    changes: list[Change] = [
+        "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing", "everything",
+    ]  # fmt: skip
+    order = list(changes)
+    rng.shuffle(order)
+    order += rng.choices(changes, k=rng.randint(8, 14))
+    fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
+    calls = [Call(tuple(base), rng.getrandbits(31))]
+    for change in order:
+        sizes = list(calls[-1].sizes)
+        if change in ("routing", "everything"):
+            while tuple(sizes) == calls[-1].sizes:
+                rng.shuffle(sizes)
+        # Other addresses now and then, but mostly the old ones with new bytes.
+        slot = rng.choice([0, 0, 1]) if change == "everything" else calls[-1].slot
+        calls.append(
+            Call(
+                tuple(sizes),
+                rng.getrandbits(31),
+                change,
+                out_fill=rng.choice(fills),
+                token_poison=rng.choice(["nan", "large"]),
+                slot=slot,
+            )
+        )
+    return Group("many calls, one shape", 256, 256, tuple(calls), garbage="noise")
+
+
+def call_inputs(group: Group, call: Call, before: Inputs | None) -> Inputs:
+    """The ten tensors of a call.
+
+    Args:
+        group: shapes and variant.
+        call: what changes.
+        before: inputs of the call before; None for the first.
+    """
+    case = replace(group.case, num_tokens=sum(call.sizes))
+    fresh = make_inputs(
+        case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
+    )
+    if before is None or call.change == "everything":
+        return fresh
+    if call.change == "nothing":
+        return before
+    if call.change == "weights":
+        return replace(before, gate_w=fresh.gate_w, up_w=fresh.up_w, down_w=fresh.down_w)
+    if call.change in ("gate_w", "up_w", "down_w"):
+        # One expert only, one that has rows: a cache that samples a few elements does not see it.
+        expert = max(range(len(call.sizes)), key=lambda index: call.sizes[index])
+        weights = getattr(before, call.change).clone()
+        weights[expert] = getattr(fresh, call.change)[expert]
+        return replace(before, **{call.change: weights})
+    if call.change == "route weights":
+        return replace(before, routed_expert_weights=fresh.routed_expert_weights)
+    if call.change == "one token":
+        tokens = before.stacked_expert_tokens.clone()
+        row = before.valid_rows[call.seed % before.layout.num_rows]
+        tokens[row] = fresh.stacked_expert_tokens[row]
+        return replace(before, stacked_expert_tokens=tokens)
+    # Routing: the same raw rows in the same order, cut into groups elsewhere.
+    tokens = fresh.stacked_expert_tokens.clone()
+    tokens[fresh.valid_rows] = before.stacked_expert_tokens[before.valid_rows]
+    return replace(
+        fresh, stacked_expert_tokens=tokens, gate_w=before.gate_w, up_w=before.up_w, down_w=before.down_w,
+        routed_expert_weights=before.routed_expert_weights,
+    )  # fmt: skip
+
+
+def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch.Tensor:
+    """What ``out`` holds when the call starts, (P, H) fp16.
+
+    Args:
+        inputs: of the call; a variant other than the judge profile says itself what ``out`` holds.
+        call: the fill of the valid rows.
+        previous: answer of the call before, if there was one.
+    """
+    if inputs.variant.out_fill != "zeros":
+        return inputs.out
+    out = torch.zeros_like(inputs.out)
+    rows = inputs.valid_rows
+    generator = torch.Generator().manual_seed(call.seed)
+    if call.out_fill == "nan":
+        out[rows] = float("nan")
+    elif call.out_fill == "noise" or (call.out_fill == "previous" and previous is None):
+        out[rows] = torch.randn(len(rows), out.shape[1], generator=generator).half()
+    elif call.out_fill == "previous" and previous is not None:
+        shuffled = torch.randperm(len(rows), generator=generator)
+        out[rows] = previous[shuffled].to(out.dtype)
+    return out
+
+
+def _group(
+    rng: random.Random, name: str, hidden: int, intermediate: int, sizes: Sequence[tuple[int, ...]],
+    *, values: Sequence[Values], garbage: Garbage,
+) -> Group:  # fmt: skip
+    fills: list[OutFill] = ["zeros", "noise", "nan"]
+    calls = [
+        Call(size, rng.getrandbits(31), values=kind, out_fill=fills[index % len(fills)], slot=index % 2)
+        for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
+    ]
+    return Group(name, hidden, intermediate, tuple(calls), garbage)
+
+
+def _around_142(rng: random.Random, experts: int) -> tuple[int, ...]:
+    """Group sizes like the contest's, 142 rows an expert on average."""
+    sizes = [142 + rng.randint(-13, 40) for _ in range(experts - 1)]
+    return (*sizes, 142 * experts - sum(sizes))

@@ -1,0 +1,253 @@
+"""The process that loads and calls a submission. It holds the inputs of a call and never the truth.
+
+Started by :mod:`moe_lab.judge.process` as ``python -m moe_lab.judge.worker FD``. Nothing it says can turn a wrong
+answer into a right one: the judge reads ``out`` and the inputs from the shared memory itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_lab.judge.channel import KEY_BYTES, Channel, ChannelClosedError, Message
+
+_PR_SET_PDEATHSIG = 1
+_MESSAGE_CHARS = 4_000
+_TAIL_LINES = 12
+
+
+class _Garbage:
+    """What freshly allocated memory holds: ``torch.empty`` promises nothing, so the judge fills it on purpose."""
+
+    def __init__(self) -> None:
+        self.kind = "untouched"
+        self.seed = 0
+
+    def install(self) -> None:
+        import torch
+
+        def filled(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return self.fill(create(*args, **kwargs))
+
+            wrapper.__name__ = create.__name__
+            wrapper.__doc__ = create.__doc__
+            return wrapper
+
+        # The wrappers replace the functions before the sandbox takes its own references.
+        torch.empty = filled(torch.empty)
+        torch.empty_like = filled(torch.empty_like)
+
+    def fill(self, tensor: Any) -> Any:
+        import torch
+
+        if self.kind == "untouched" or tensor.numel() == 0:
+            return tensor
+        generator = torch.Generator(device=tensor.device).manual_seed(self.seed)
+        self.seed += 1
+        if tensor.is_floating_point():
+            if self.kind == "nan":
+                return tensor.fill_(float("nan"))
+            scale = {"noise": 3.0, "large": 2.0e4}[self.kind]
+            return tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device).mul_(scale))
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.random_(generator=generator)
+
+
+class _Launches:
+    """Counts kernel launches, so that an answer without a launch shows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def install(self) -> None:
+        from tilelang.jit import JITKernel
+
+        original = JITKernel.__call__
+
+        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return original(kernel, *args, **kwargs)
+
+        JITKernel.__call__ = counted
+
+
+class _Arena:
+    """The worker's side of one shared memory file; on a GPU its bytes have a twin in device memory."""
+
+    def __init__(self, path: str, regions: list[list[Any]], device: str) -> None:
+        import torch
+
+        from moe_lab.judge.arena import Region, map_file, view
+
+        self._memory, self._host = map_file(path)
+        self._device = device
+        self._buffer = self._host if device == "cpu" else torch.empty_like(self._host, device=device)
+        self.tensors = [
+            view(self._buffer, Region(name, start, tuple(shape), dtype)) for name, start, shape, dtype in regions
+        ]
+
+    def fetch(self) -> None:
+        if self._device != "cpu":
+            self._buffer.copy_(self._host)
+            self._synchronize()
+
+    def give_back(self) -> None:
+        if self._device != "cpu":
+            self._synchronize()
+            self._host.copy_(self._buffer)
+
+    def _synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+class _Session:
+    """Answers the judge's requests until the channel closes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._arenas: dict[int, _Arena] = {}
+        self._garbage = _Garbage()
+        self._launches = _Launches()
+        self._entry: Callable[..., Any] | None = None
+        self._path = ""
+        self._device = "cpu"
+
+    def run(self) -> None:
+        handlers: dict[str, Callable[..., Message]] = {
+            "start": self._start,
+            "load": self._load,
+            "open": self._open,
+            "close": self._close,
+            "call": self._call,
+        }
+        while True:
+            message = self._channel.receive()
+            answer = handlers[message.pop("event")](**message)
+            for stream in (sys.stdout, sys.stderr):
+                # The submission may have closed or replaced its streams; that is its own loss.
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            self._channel.send(answer)
+
+    def _start(self, memory_bytes: int, file_bytes: int) -> Message:
+        from moe_lab import backend
+
+        detected = backend.detect()
+        backend.prepare()
+        import tilelang  # noqa: F401 - its import belongs to the start, not to the submission's time
+
+        self._garbage.install()
+        self._launches.install()
+        self._device = detected.torch_device
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        if self._device == "cpu":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+        return {"event": "started"}
+
+    def _load(self, path: str, sandboxed: bool) -> Message:
+        self._path = path
+        source = Path(path).read_text(encoding="utf-8")
+        try:
+            if sandboxed:
+                from moe_lab.judge import sandbox
+
+                self._entry = sandbox.load(source, path)
+            else:
+                namespace: dict[str, Any] = {"__name__": "submission", "__file__": path}
+                exec(compile(source, path, "exec"), namespace)
+                self._entry = namespace["run_kernel"]
+        except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
+            return self._error(error, "load")
+        return {"event": "loaded"}
+
+    def _open(self, arena: int, path: str, regions: list[list[Any]]) -> Message:
+        self._arenas[arena] = _Arena(path, regions, self._device)
+        return {"event": "opened"}
+
+    def _close(self, arena: int) -> Message:
+        del self._arenas[arena]
+        return {"event": "closed"}
+
+    def _call(self, arena: int, garbage: str, seed: int) -> Message:
+        assert self._entry is not None
+        memory = self._arenas[arena]
+        memory.fetch()
+        self._garbage.kind, self._garbage.seed = garbage, seed
+        launches, start = self._launches.count, time.perf_counter()
+        try:
+            # A fresh tensor object for each argument and call: an object that was seen before means nothing.
+            returned = self._entry(*(tensor.view(tensor.shape) for tensor in memory.tensors))
+            memory.give_back()
+        except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
+            return self._error(error, "call")
+        finally:
+            self._garbage.kind = "untouched"
+        return {
+            "event": "done",
+            "returned": None if returned is None else type(returned).__name__,
+            "seconds": time.perf_counter() - start,
+            "launches": self._launches.count - launches,
+            "threads": threading.active_count(),
+        }
+
+    def _error(self, error: BaseException, phase: str) -> Message:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == self._path]
+        compiling = any(
+            "/tilelang/" in frame.filename and frame.name in ("compile", "lower", "_compile_and_create_adapter")
+            for frame in frames
+        )
+        launching = any("/tilelang/" in frame.filename for frame in frames) and not compiling
+        text = str(error)
+        return {
+            "event": "error",
+            "phase": phase,
+            "stage": "compile" if compiling else "launch" if launching else "host",
+            "kind": type(error).__name__,
+            "message": text[:_MESSAGE_CHARS],
+            "tail": "\n".join(text.splitlines()[-_TAIL_LINES:])[-_MESSAGE_CHARS:],
+            "line": own[-1].lineno if own else getattr(error, "lineno", None),
+            "function": own[-1].name if own else None,
+            "rule_id": getattr(error, "rule_id", None),
+        }
+
+
+def main() -> None:
+    """Serve one judge, then end without running what the submission left behind."""
+    descriptor = int(sys.argv[1])
+    # If the judge is killed, nobody would end this process: ask the kernel to.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sock = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    key = b""
+    while len(key) < KEY_BYTES:
+        part = sock.recv(KEY_BYTES - len(key))
+        if not part:
+            os._exit(0)
+        key += part
+    try:
+        _Session(Channel(sock, key, "worker")).run()
+    except ChannelClosedError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
