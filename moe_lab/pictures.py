@@ -1,0 +1,197 @@
+"""Drawings that explain: what a tile is, who holds it, which block computes what.
+
+Plots of numbers are in :mod:`moe_lab.plots`. Everything here is drawn from sizes and layouts that are passed in, so a
+drawing cannot disagree with what a notebook computes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_lab.errors import ContractError
+from moe_lab.layout import GroupedLayout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by lightness and by the labels.
+BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7",
+)  # fmt: skip
+_EXPERT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
+_PALE, _LINE = "#F2F2F2", "#555555"
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for each in axes:
+        each.set_axis_off()
+    return figure, list(axes)
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: str, **style: object) -> None:
+    from matplotlib.patches import Rectangle
+
+    settings = {"facecolor": colour, "edgecolor": _LINE, "linewidth": 0.8, **style}
+    axes.add_patch(Rectangle((x, y), width, height, **settings))  # type: ignore[arg-type]
+
+
+def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> Figure:
+    """One step of the K loop of ``c = a @ b.T``: two tiles are read, and all of c is updated.
+
+    Args:
+        rows: M, rows of a and of c.
+        columns: N, rows of b and columns of c.
+        depth: K, columns of a and b.
+        block_k: columns of one tile; divides ``depth``.
+        step: which tile, in [0, depth / block_k).
+
+    Raises:
+        ContractError: for a step that does not exist.
+    """
+    steps = depth // block_k
+    if not 0 <= step < steps:
+        raise ContractError(f"got step {step}, expected 0 to {steps - 1}")
+    figure, (axes,) = _figure(8, 3.4)
+    gap = 0.35 * rows
+    for name, top, height, colour in (("a", columns + gap, rows, BLUE), ("b", 0.0, columns, ORANGE)):
+        for number in range(steps):
+            chosen = number == step
+            _box(axes, number * block_k, top, block_k, height, colour if chosen else _PALE)
+            axes.text(
+                (number + 0.5) * block_k, top + height / 2, f"k = {number}", ha="center", va="center", fontsize=8,
+                color="white" if chosen and colour == BLUE else "black",
+            )  # fmt: skip
+        axes.text(-0.1 * block_k, top + height / 2, f"{name}\n{height} rows", ha="right", va="center", fontsize=9)
+    axes.text(
+        depth / 2,
+        columns + gap / 2,
+        f"K = {depth}, in {steps} steps of {block_k}",
+        ha="center",
+        va="center",
+        fontsize=9,
+    )
+    left, bottom = depth + 1.4 * block_k, (gap + rows) / 2
+    _box(axes, left, bottom, columns, rows, GREEN)
+    axes.text(
+        left + columns / 2, bottom + rows / 2, f"c   {rows} x {columns}\nfp32 sums", ha="center", va="center",
+        fontsize=9, color="white",
+    )  # fmt: skip
+    axes.annotate(
+        "+=", (left - 0.15 * block_k, bottom + rows / 2), (depth + 0.25 * block_k, bottom + rows / 2),
+        arrowprops={"arrowstyle": "->"}, va="center", fontsize=11,
+    )  # fmt: skip
+    axes.set_xlim(-1.4 * block_k, left + columns + 0.2 * block_k)
+    axes.set_ylim(-0.05 * rows, columns + gap + rows * 1.05)
+    axes.set_aspect("equal")
+    return figure
+
+
+def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_columns: int) -> Figure:
+    """Which wave computes which part of c, and which part of the tile of a it therefore needs.
+
+    Args:
+        rows, columns: size of the tile of c.
+        block_k: columns of the tile of a.
+        wave_rows, wave_columns: how the waves of the block are arranged over c.
+    """
+    figure, axes = _figure(8, 3.2, 2)
+    height, width = rows / wave_rows, columns / wave_columns
+    number = 0
+    for across in range(wave_columns):
+        for down in range(wave_rows):
+            y = rows - (down + 1) * height
+            colour = _EXPERT_COLOURS[down % len(_EXPERT_COLOURS)]
+            _box(axes[1], across * width, y, width, height, colour, alpha=0.75)
+            axes[1].text((across + 0.5) * width, y + height / 2, f"wave {number}", ha="center", va="center", fontsize=9)
+            number += 1
+    for down in range(wave_rows):
+        y = rows - (down + 1) * height
+        holders = ", ".join(str(across * wave_rows + down) for across in range(wave_columns))
+        _box(axes[0], 0, y, block_k, height, _EXPERT_COLOURS[down % len(_EXPERT_COLOURS)], alpha=0.75)
+        axes[0].text(
+            block_k / 2, y + height / 2, f"in the registers\nof waves {holders}", ha="center", va="center", fontsize=9
+        )
+    axes[0].set_title(f"tile of a, {rows} x {block_k}", fontsize=9)
+    axes[1].set_title(f"tile of c, {rows} x {columns}", fontsize=9)
+    for each, right in zip(axes, (block_k, columns), strict=True):
+        each.set_xlim(-0.02 * right, right * 1.02)
+        each.set_ylim(-0.02 * rows, rows * 1.02)
+        each.set_aspect("equal")
+    return figure
+
+
+def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int, int] | None = None) -> Figure:
+    """The grid of one launch over (padded rows, columns): one rectangle a block, coloured by expert, padding hatched.
+
+    Args:
+        layout: the rows.
+        columns: I for stage 1, H for stage 2.
+        block_n: columns of one block.
+        chosen: (bx, by) of a block to mark.
+    """
+    rows_of_blocks, across = len(layout.block_map), -(-columns // block_n)
+    figure, (axes,) = _figure(min(9.0, 2.6 + 0.55 * across), 0.8 + 0.62 * rows_of_blocks)
+    for bx, expert in enumerate(layout.block_map):
+        valid = layout.actual_rows(bx) / layout.block
+        y = rows_of_blocks - bx - 1
+        for by in range(across):
+            colour = _EXPERT_COLOURS[expert % len(_EXPERT_COLOURS)]
+            _box(axes, by, y, 1, 1, "white", hatch="////", edgecolor="#BBBBBB", linewidth=0)
+            _box(axes, by, y + 1 - valid, 1, valid, colour, linewidth=0)
+            _box(axes, by, y, 1, 1, "none")
+        axes.text(-0.15, y + 0.5, f"bx {bx}, expert {expert}", ha="right", va="center", fontsize=9)
+        axes.text(across + 0.15, y + 0.5, f"{layout.actual_rows(bx)} rows", ha="left", va="center", fontsize=9)
+    for by in range(across):
+        axes.text(by + 0.5, rows_of_blocks + 0.2, f"{by}", ha="center", va="center", fontsize=8)
+    axes.text(-0.15, rows_of_blocks + 0.2, "by", ha="right", va="center", fontsize=8)
+    if chosen is not None:
+        bx, by = chosen
+        _box(axes, by, rows_of_blocks - bx - 1, 1, 1, "none", edgecolor="black", linewidth=2.5)
+    axes.set_xlim(-2.6, across + 1.6)
+    axes.set_ylim(-0.1, rows_of_blocks + 0.5)
+    return figure
+
+
+def two_stages(hidden: int, intermediate: int, block_n: int, chosen: tuple[int, int] = (2, 1)) -> Figure:
+    """The 128 rows of one block on their way: tokens, hidden activation, result; what one block of each stage reads.
+
+    Args:
+        hidden: H; columns of the tokens and of the result.
+        intermediate: I; columns of the hidden activation.
+        block_n: columns that a block of either stage computes.
+        chosen: number of the block of stage 1 and of stage 2 to mark.
+    """
+    figure, (axes,) = _figure(8, 3.6)
+    width = max(hidden, intermediate)
+    strips = (
+        ("tokens", hidden, hidden, None, "P x H"),
+        ("hidden activation\n(workspace)", intermediate, block_n, chosen[0], "P x I"),
+        ("out", hidden, block_n, chosen[1], "P x H"),
+    )
+    tops = [2.4, 1.2, 0.0]
+    for (name, columns, piece, mark, shape), y in zip(strips, tops, strict=True):
+        for number in range(columns // piece):
+            _box(axes, number * piece, y, piece, 0.5, GREEN if number == mark else SKY)
+        axes.text(-0.02 * width, y + 0.25, name, ha="right", va="center", fontsize=9)
+        axes.text(columns + 0.02 * width, y + 0.25, f"128 rows of {shape}", ha="left", va="center", fontsize=9)
+    for (source, target), stage in zip(((0, 1), (1, 2)), (1, 2), strict=True):
+        left, right = 0, strips[source][1]
+        number = chosen[stage - 1]
+        for x in (left, right):
+            axes.plot(
+                [x, (number + (0 if x == left else 1)) * block_n], [tops[source], tops[target] + 0.5], color=_LINE,
+                linestyle="--", linewidth=1,
+            )  # fmt: skip
+        axes.text(
+            right + 0.02 * width, tops[source] - 0.22,
+            f"stage {stage}: one block reads the whole row, writes {block_n} columns", ha="left", va="center",
+            fontsize=9,
+        )  # fmt: skip
+    axes.set_xlim(-0.32 * width, 1.75 * width)
+    axes.set_ylim(-0.1, 3.0)
+    return figure
