@@ -330,7 +330,7 @@ def combine(num_tokens, rows, weights, results):
     return ...
 """),
         hints=(
-            "The loop over experts in `moe_per_expert` above does this for one expert at a time. Which call adds?",
+            "The loop over experts above does this for one expert at a time. Which call adds?",
             "Weight the results first: `weights[:, None] * results`. Then add row i to row `rows[i]` of `out`; a row "
             "number may come twice.",
             "`out.index_add(0, ..., ...)` adds every row, also one that is repeated; `out[rows] += ...` does not.",

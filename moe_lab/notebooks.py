@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import html
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -135,8 +136,10 @@ def execute(notebook: NotebookNode, name: str) -> NotebookNode:
             bar.update()
 
         client = NotebookClient(
-            notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False,
-            resources={"metadata": {"path": str(FOLDER)}}, on_cell_execute=started, on_cell_executed=done,
+            notebook, kernel_name="python3", timeout=CELL_TIMEOUT_S, record_timing=False,
+            # The kernel says on stderr that loopback is not encrypted; only its errors are of use here.
+            extra_arguments=["--log-level=40"], resources={"metadata": {"path": str(FOLDER)}},
+            on_cell_execute=started, on_cell_executed=done,
         )  # fmt: skip
         try:
             client.execute()
@@ -211,10 +214,29 @@ def gap_cell(exercise: Exercise) -> str:
 
 
 def solution_cell(exercise: Exercise) -> str:
-    """Markdown of the hints and the solution, each folded."""
-    folds = [(f"Hint {number}", hint) for number, hint in enumerate(exercise.hints, start=1)]
-    folds.append(("Solution", f"```python\n{exercise.solution}\n```\n\n{exercise.lesson}"))
-    return "\n\n".join(f"<details><summary>{title}</summary>\n\n{text}\n\n</details>" for title, text in folds)
+    """Hints and solution, each folded.
+
+    In HTML without blank lines: Markdown inside ``<details>`` falls out of the fold in nbconvert.
+    """
+    folds = [
+        f"<details><summary>Hint {number}</summary><p>{_inline_html(hint)}</p></details>"
+        for number, hint in enumerate(exercise.hints, start=1)
+    ]
+    code = html.escape(exercise.solution, quote=False)
+    code = "\n".join(line or "<!-- -->" for line in code.split("\n"))
+    folds.append(
+        f"<details><summary>Solution</summary><pre><code>{code}</code></pre>"
+        f"<p>{_inline_html(exercise.lesson)}</p></details>"
+    )
+    return "\n\n".join(folds)
+
+
+def _inline_html(text: str) -> str:
+    """Markdown's code spans and emphasis, as HTML."""
+    pieces = html.escape(text, quote=False).split("`")
+    pieces[::2] = [re.sub(r"\*([^*]+)\*", r"<em>\1</em>", piece) for piece in pieces[::2]]
+    pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
+    return "".join(pieces)
 
 
 def _exercise_tag(cell: NotebookNode) -> tuple[str, str]:

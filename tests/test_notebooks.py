@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import nbformat
 import pytest
@@ -104,11 +105,19 @@ def test_one_tagged_cell_becomes_task_gap_and_solution() -> None:
     task, gap, solution = (cell.source for cell in filled.cells[:3])
     assert task.startswith("### Exercise 1 · Count the work\n")
     assert gap.endswith('check("flops", flops)')
-    assert solution.count("<details>") == 4
+    assert solution.count("<details>") == solution.count("</details>") == 4
     assert EXERCISES["flops"].solution in solution
     assert EXERCISES["flops"].solution not in gap
+    assert "<code>2 * 3 * case.hidden * case.intermediate</code>" in solution
     assert filled.cells[3].source.startswith("### Exercise 2")
     assert notebooks.fill_exercises(filled, "03_roofline") == filled
+
+
+def test_a_fold_survives_a_solution_with_blank_lines_and_angle_brackets() -> None:
+    exercise = dataclasses.replace(EXERCISES["flops"], solution="a = 1 < 2\n\nb = a", lesson="so `a < b`, *nearly*")
+    fold = notebooks.solution_cell(exercise).split("\n\n")[-1]
+    assert "a = 1 &lt; 2\n<!-- -->\nb = a" in fold
+    assert "so <code>a &lt; b</code>, <em>nearly</em>" in fold
 
 
 def test_an_answer_is_not_lost_unless_asked() -> None:
