@@ -375,20 +375,20 @@ def _tolerant_keys(keys: Any) -> Any:
     return Keys("PassConfigKey", (), {})
 
 
-def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any] | None:
+def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any]:
     """The entries that this TileLang knows; fast maths is left out, it asks for instructions of a GPU."""
     from tilelang import tvm
 
-    if pass_configs is None:
-        return None
     known = tvm.transform.PassContext.list_configs()
-    kept = {}
-    for key, value in pass_configs.items():
+    kept: dict[str, Any] = {}
+    for key, value in (pass_configs or {}).items():
         name = str(getattr(key, "value", key))
         if name not in known:
             _say(f"pass config {name.removeprefix('unknown.')} is dropped on a CPU: this TileLang does not know it")
         elif name != "tl.enable_fast_math":
             kept[name] = value
+    # The C backend's vector types cannot be converted from one dtype to another; the C++ compiler vectorises anyway.
+    kept["tirx.disable_vectorize"] = True
     return kept
 
 
