@@ -78,6 +78,53 @@ def score(
 
 
 @app.command()
+def doctor() -> None:
+    """What is here, what is missing and what to do about it. Exit code 0 if submissions can run here."""
+    from rich.console import Console
+
+    from moe_lab import backend
+
+    console = Console()
+    with console.status("looking, and compiling one small kernel"):
+        checks = backend.doctor()
+    console.print(backend.render_doctor(checks))
+    if any(check.name.startswith("$") and not check.ok for check in checks):
+        print("A TileLang built from source needs, before Python starts (set the first two to your folders):\n")
+        print(backend.maca_exports())
+    missing = [check.name for check in checks if check.required and not check.ok]
+    print(f"submissions cannot run here: {', '.join(missing)}" if missing else "submissions can run here")
+    raise typer.Exit(1 if missing else 0)
+
+
+@app.command()
+def steps(
+    diff: Annotated[str | None, typer.Option(metavar="NAME", help="show what a step changes in the one before")] = None,
+) -> None:
+    """The ladder: every step, the branch it belongs to and its one idea."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    from moe_lab.steps import STEPS, find
+
+    console = Console()
+    if diff is not None:
+        step = find(diff)
+        if step.after is None:
+            print(f"{step.name} is the first step: there is nothing before it")
+        elif console.is_terminal:
+            console.print(Syntax(step.diff(), "diff", word_wrap=True))
+        else:
+            print(step.diff(), end="")
+        return
+    table = Table("step", "after", "branch", "profile", "the one idea")
+    for step in STEPS.values():
+        name = f"{step.name} (start here)" if step.recommended else step.name
+        table.add_row(name, step.after or "-", step.branch, step.profile, step.story)
+    console.print(table)
+
+
+@app.command()
 def judge(
     file: Annotated[Path, typer.Argument(help="Python file with run_kernel")],
     profile: ProfileOption = Profile.CONTEST,
