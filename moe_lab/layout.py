@@ -211,4 +211,4 @@ def unpermute(
     rows = torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=out.device)
     flat = torch.zeros(num_tokens * top_k, out.shape[1], dtype=torch.float32, device=out.device)
     flat[source] = out[rows].float()
-    return flat.view(num_tokens, top_k, -1).sum(dim=1).to(out.dtype)
+    return flat.view(num_tokens, top_k, out.shape[1]).sum(dim=1).to(out.dtype)

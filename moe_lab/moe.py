@@ -11,7 +11,20 @@ from moe_lab import backend
 from moe_lab.errors import ContractError
 from moe_lab.layout import GroupedLayout, permute, unpermute
 from moe_lab.reference import Experts, route
-from moe_lab.steps import best_step, step
+from moe_lab.steps import STEPS, Step, step
+
+
+def best_step() -> Step:
+    """The step recommended for this machine's device.
+
+    Hopper GPUs get the end of the Hopper branch, which uses instructions that no other card has; every other device,
+    the CPU included, gets the end of the C500 branch, which asks for 64 KiB of shared memory and no asynchronous copies.
+    """
+    hopper = backend.detect().kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    branch = "hopper" if hopper else "c500"
+    return next(
+        (entry for entry in STEPS.values() if entry.recommended and entry.branch == branch), STEPS["s0_baseline"]
+    )
 
 
 @functools.cache
@@ -42,7 +55,7 @@ def fused_moe(
     if not layout.num_rows:
         return out
     device = stacked_tokens.device
-    entry = _entry(best_step(backend.detect()).name)
+    entry = _entry(best_step().name)
 
     def integers(values: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
