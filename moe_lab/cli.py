@@ -155,6 +155,16 @@ def judge(
     raise typer.Exit(code)
 
 
+@app.command()
+def explain(
+    rule: Annotated[str | None, typer.Argument(metavar="[RULE]", help="id of a rule; without one, list them all")] = None,
+) -> None:
+    """What a rule says, why it exists, how to obey it and where it is known from."""
+    from moe_lab.judge.rules import explain as text_of
+
+    print(text_of(rule))
+
+
 def main() -> None:
     """Run the command line; an error of ours is one sentence and exit code 2."""
     try:

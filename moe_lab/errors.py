@@ -48,5 +48,28 @@ class ExerciseError(MoeLabError, AssertionError):
         return [str(self)]
 
 
+class ExplorerError(MoeLabError):
+    """Something that the tile explorer could not do or keep; it goes on without it."""
+
+
 class NotebookError(MoeLabError):
     """A notebook that cannot be read, does not run from top to bottom, or holds an answer that would be lost."""
+
+
+class RuleError(MoeLabError, ValueError):
+    """A rule or a profile that does not exist; the message holds the nearest ones."""
+
+
+class SandboxError(MoeLabError, RuntimeError):
+    """A submission broke a rule while it was loaded or run.
+
+    Attributes:
+        rule_id: the rule, for ``moe-lab explain``.
+        line: line of the submission, from 1; None where it has none.
+    """
+
+    def __init__(self, message: str, rule_id: str, line: int | None = None) -> None:
+        """Keep the sentence, the rule and the line."""
+        super().__init__(message)
+        self.rule_id = rule_id
+        self.line = line
