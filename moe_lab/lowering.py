@@ -6,12 +6,13 @@ code of the submission runs in the child as it is: check a stranger's file again
 
 ``sm_80`` shows what a kernel needs without a Hopper's special treatment, ``sm_90a`` what an H200 gets. ``gfx90a`` has
 64 lanes in a wave and 64 KiB of shared memory for a block, as the C500 has: the nearest public stand-in for its
-layout inference, and no more than a stand-in.
+layout inference, and no more than a stand-in. ``cpu`` shows what runs on a machine with no GPU (:mod:`moe_lab.cpu`).
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "sm_80": {"kind": "cuda", "arch": "sm_80"},
     "sm_90a": {"kind": "cuda", "arch": "sm_90a"},
     "gfx90a": {"kind": "hip", "mcpu": "gfx90a"},
+    "cpu": {"kind": "c"},
 }
 
 _MARK = "moe_lab lowered "
@@ -123,7 +125,9 @@ def lower_many(
     """
     results: list[list[LoweredKernel] | BackendError] = []
     while len(results) < len(lowerings):
-        rest = lowerings[len(results) :]
+        # What a name means on a CPU stays so in its process: no other target may share it.
+        _, group = next(itertools.groupby(lowerings[len(results) :], key=lambda item: item.target == "cpu"))
+        rest = list(group)
         answers, ending = _ask_child(rest, python or sys.executable, timeout_s)
         results += answers
         if len(answers) < len(rest):
@@ -214,6 +218,10 @@ def _lower_here(source: str, name: str, target: str, sizes: dict[str, int]) -> l
     import tilelang
     from tilelang import tvm
 
+    if target == "cpu":
+        from moe_lab import cpu
+
+        cpu.apply()
     where = tvm.target.Target(TARGETS[target])
     known = tvm.transform.PassContext.list_configs()
     lowered: list[LoweredKernel] = []
@@ -279,11 +287,16 @@ def _shapes_only(sizes: dict[str, int]) -> list[Any]:
     return [make(argument) for argument in ARGUMENTS]
 
 
+def _thread_extents(function: Any) -> list[tuple[Any, Any]]:
+    """Blocks and threads by axis; code for a CPU has none."""
+    return list(function.attrs["thread_extent"].items()) if "thread_extent" in function.attrs else []
+
+
 def _describe(function: Any, source: str) -> LoweredKernel:
     from tilelang import tvm
 
     tirx = importlib.import_module("tvm.tirx")
-    extents = {str(axis): int(getattr(extent, "value", -1)) for axis, extent in function.attrs["thread_extent"].items()}
+    extents = {str(axis): int(getattr(extent, "value", -1)) for axis, extent in _thread_extents(function)}
     static_bytes, local_bytes = 0, 0
 
     def count(node: Any) -> None:
