@@ -157,7 +157,7 @@ def judge(
 
 @app.command()
 def explain(
-    rule: Annotated[str | None, typer.Argument(metavar="[RULE]", help="id of a rule; without one, list them all")] = None,
+    rule: Annotated[str | None, typer.Argument(metavar="[RULE]", help="id; without one, list all")] = None,
 ) -> None:
     """What a rule says, why it exists, how to obey it and where it is known from."""
     from moe_lab.judge.rules import explain as text_of
