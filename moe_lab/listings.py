@@ -7,16 +7,22 @@ text, and one that lost the line says so.
 from __future__ import annotations
 
 import html
+import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from moe_lab.errors import SubmissionError
+from moe_lab.contract import CASES, ENTRY_POINT
+from moe_lab.errors import BackendError, SubmissionError
+from moe_lab.lowering import LoweredKernel, Lowering, lower_many
 from moe_lab.submission import Submission
 
 #: Index arithmetic of generated code: loop counters, thread numbers, constants and operators, but no buffer.
 _ARITHMETIC = re.compile(r"(?:\(int(?:32_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
+
+_CASTS = re.compile(r"reinterpret_cast<[^<>]*>")
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,26 @@ def lines(submission: Submission, first: str, last: str | None = None, *, occurr
     return Listing(_cut(submission.source, start, end), "python", start + 1)
 
 
-def excerpt(code: str, first: str, last: str | None = None, *, occurrence: int = 1) -> str:
-    """The same for generated code, with long index arithmetic cut; see :func:`lines` and :func:`elide`."""
-    start, end = _span(code.splitlines(), "the generated code", first, last, occurrence)
+def block(code: str, first: str, *, occurrence: int = 1) -> str:
+    """A statement of generated code: its line, or everything up to the brace that closes what the line opens.
+
+    Args:
+        code: C, CUDA or HIP source.
+        first: some text of its first line.
+        occurrence: which of the lines that hold ``first``, from 1.
+
+    Returns:
+        The lines, made short by :func:`elide`.
+
+    Raises:
+        SubmissionError: if there is no such line.
+    """
+    text = code.splitlines()
+    start, end = _span(text, "the generated code", first, None, occurrence)
+    indent = re.match(r"\s*", text[start])
+    if text[start].endswith("{") and indent:
+        closing = indent.group() + "}"
+        end = next(number for number in range(start + 1, len(text)) if text[number].startswith(closing))
     return elide(_cut(code, start, end))
 
 
@@ -94,8 +117,36 @@ def difference(old: Submission, new: Submission) -> Listing:
     return Listing("".join(old.diff(new).splitlines(keepends=True)[2:]).rstrip("\n"), "diff")
 
 
+def generated(kernel: Callable[..., Any], targets: Sequence[str], **sizes: int) -> dict[str, LoweredKernel]:
+    """What a kernel of a notebook becomes for some targets.
+
+    Args:
+        kernel: a function decorated with ``@tilelang.jit`` with one launch, which uses no name from outside but
+            ``tilelang`` and ``T``.
+        targets: keys of :data:`moe_lab.lowering.TARGETS`.
+        **sizes: its arguments.
+
+    Raises:
+        BackendError: if TileLang cannot lower it.
+    """
+    function = getattr(kernel, "func", kernel)
+    text = (
+        f"import tilelang\nimport tilelang.language as T\n\n\n{textwrap.dedent(inspect.getsource(function))}\n\n"
+        f"def {ENTRY_POINT}(*tensors):\n    {function.__name__}(**{sizes!r})\n"
+    )
+    submission = Submission(text, function.__name__)
+    found = {}
+    for target, result in zip(
+        targets, lower_many([Lowering(submission, CASES[1], target) for target in targets]), strict=True
+    ):
+        if isinstance(result, BackendError):
+            raise result
+        found[target] = result[0]
+    return found
+
+
 def elide(code: str, limit: int = 20) -> str:
-    """Generated code with long index arithmetic cut to "…", so that what is done can be read.
+    """Generated code with long index arithmetic cut to "…" and casts left out, so that what is done can be read.
 
     Args:
         code: C, CUDA or HIP source.
@@ -104,7 +155,9 @@ def elide(code: str, limit: int = 20) -> str:
     >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];", limit=10)
     'x[…] = y[(i * 4)];'
     """
-    return "\n".join(_elide_line(line, limit) for line in code.splitlines())
+    return "\n".join(_elide_line(_CASTS.sub("", line), limit) for line in code.splitlines()).replace(
+        "tl::DataType::kFloat", "fp"
+    )
 
 
 def _elide_line(line: str, limit: int) -> str:
@@ -148,7 +201,8 @@ class SideBySide:
     def _repr_html_(self) -> str:
         heads = "".join(f'<th style="text-align:left">{html.escape(heading)}</th>' for heading in self.columns)
         cells = "".join(
-            f'<td style="text-align:left;vertical-align:top"><pre>{html.escape(text)}</pre></td>'
+            '<td style="text-align:left;vertical-align:top">'
+            f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre></td>'
             for text in self.columns.values()
         )
         return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"

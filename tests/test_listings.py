@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from moe_lab.errors import SubmissionError
-from moe_lab.listings import SideBySide, difference, elide, excerpt, lines
+from moe_lab.listings import SideBySide, block, difference, elide, generated, lines
 from moe_lab.steps import step
 from moe_lab.submission import Submission
 
@@ -36,7 +36,9 @@ def test_difference_holds_the_change_and_no_file_names() -> None:
 
 
 def test_only_long_arithmetic_is_cut() -> None:
-    line = "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
+    line = (
+        "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
+    )
     assert elide(line) == "copy((&(b_shared[…])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
 
 
@@ -44,9 +46,14 @@ def test_bracket_that_is_never_closed_stays() -> None:
     assert elide("f(a[0], (") == "f(a[0], ("
 
 
-def test_excerpt_cuts_and_elides() -> None:
-    code = "void f() {\n  for (int i = 0; i < 4; ++i) {\n    x[((((int)threadIdx.x) >> 3) * 64)] = 0;\n  }\n}"
-    assert excerpt(code, "for (", "}") == "for (int i = 0; i < 4; ++i) {\n  x[…] = 0;\n}"
+def test_block_ends_where_its_brace_closes() -> None:
+    code = "void f() {\n  for (int i = 0; i < 4; ++i) {\n    if (i) {\n      y = 1;\n    }\n  }\n  z = 2;\n}"
+    assert block(code, "for (") == "for (int i = 0; i < 4; ++i) {\n  if (i) {\n    y = 1;\n  }\n}"
+    assert block(code, "z =") == "z = 2;"
+
+
+def test_casts_are_left_out() -> None:
+    assert elide("mma<tl::DataType::kFloat16>(reinterpret_cast<float*>(acc));") == "mma<fp16>((acc));"
 
 
 def test_every_slice_of_the_walk_through_exists() -> None:
@@ -58,3 +65,24 @@ def test_columns_are_escaped() -> None:
     table = SideBySide({"C": "a<b", "CUDA": "x"})
     assert "a&lt;b" in table._repr_html_()
     assert str(table) == "C\na<b\n\nCUDA\nx"
+
+
+def test_kernel_of_a_notebook_is_lowered_from_its_source() -> None:
+    import tilelang
+    import tilelang.language as T
+
+    @tilelang.jit
+    def fill(rows):  # type: ignore[no-untyped-def]
+        @T.prim_func
+        def kernel(out: T.Tensor((rows, 64), "float16")):
+            with T.Kernel(1, threads=64):
+                tile = T.alloc_shared((rows, 64), "float16")
+                T.clear(tile)
+                T.copy(tile, out[0, 0])
+
+        return kernel
+
+    (lowered,) = generated(fill, ["gfx90a"], rows=32).values()
+    assert lowered.shared_bytes == 32 * 64 * 2
+    assert lowered.threads == 64
+    assert "__syncthreads" in lowered.source
