@@ -6,6 +6,7 @@ drawing cannot disagree with what a notebook computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import ContractError
@@ -38,6 +39,49 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: st
 
     settings = {"facecolor": colour, "edgecolor": _LINE, "linewidth": 0.8, **style}
     axes.add_patch(Rectangle((x, y), width, height, **settings))  # type: ignore[arg-type]
+
+
+def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
+    """The whole problem: tokens are grouped by expert and padded, each group meets its expert, results keep the place.
+
+    Args:
+        choices: expert of each token, in the order the tokens arrive (one expert a token).
+        layout: built from the same choices; rows of a group are in the order of arrival.
+    """
+    figure, (axes,) = _figure(9, 0.9 + 0.42 * layout.num_padded_rows)
+    rows, top = layout.num_padded_rows, layout.num_padded_rows
+    arrival = sorted(range(len(choices)), key=lambda token: choices[token])  # stable: order of arrival in a group
+    padded_row = dict(zip(arrival, layout.raw_to_padded, strict=True))
+    lift = (rows - len(choices)) / 2
+    for row in range(rows):
+        for x, content in ((2.6, "anything"), (8.0, "must be 0")):
+            _box(axes, x, top - row - 0.9, 1.2, 0.8, "white", hatch="////", edgecolor="#DDDDDD")
+            axes.text(x + 0.6, top - row - 0.5, content, ha="center", va="center", fontsize=8)
+    for token, expert in enumerate(choices):
+        colour = _EXPERT_COLOURS[expert % len(_EXPERT_COLOURS)]
+        start, end = top - lift - token - 0.5, top - padded_row[token] - 0.5
+        for x, y in ((0, start), (2.6, end), (8.0, end)):
+            _box(axes, x, y - 0.4, 1.2, 0.8, colour)
+            axes.text(
+                x + 0.6, y, f"{'token' if x < 5 else 'result'} {token}", ha="center", va="center", fontsize=8,
+                color="white" if colour == BLUE else "black",
+            )  # fmt: skip
+        axes.annotate("", (2.55, end), (1.25, start), arrowprops={"arrowstyle": "->", "color": colour})
+    for expert, blocks_of in enumerate(layout.num_blocks_of):
+        if not blocks_of:
+            continue
+        high, low = (top - layout.padded_offsets[expert + step] for step in (0, 1))
+        _box(axes, 4.6, low + 0.1, 2.6, high - low - 0.2, _PALE, edgecolor=_EXPERT_COLOURS[expert % 7], linewidth=2)
+        text = f"expert {expert}\nsilu(gate) * up, down"
+        axes.text(5.9, (low + high) / 2, text, ha="center", va="center", fontsize=9)
+        for x in (3.85, 7.25):
+            axes.annotate("", (x + 0.7, (low + high) / 2), (x, (low + high) / 2), arrowprops={"arrowstyle": "->"})
+    heads = {0.6: "as they arrive", 3.2: "grouped, padded", 5.9: "one expert a group", 8.6: "times route weight"}
+    for x, text in heads.items():
+        axes.text(x, top + 0.35, text, ha="center", va="center", fontsize=9)
+    axes.set_xlim(-0.1, 9.3)
+    axes.set_ylim(-0.1, top + 0.7)
+    return figure
 
 
 def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> Figure:
