@@ -53,7 +53,7 @@ def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
     arrival = sorted(range(len(choices)), key=lambda token: choices[token])  # stable: order of arrival in a group
     padded_row = dict(zip(arrival, layout.raw_to_padded, strict=True))
     lift = (rows - len(choices)) / 2
-    for row in range(rows):
+    for row in set(range(rows)) - set(layout.raw_to_padded):
         for x, content in ((2.6, "anything"), (8.0, "must be 0")):
             _box(axes, x, top - row - 0.9, 1.2, 0.8, "white", hatch="////", edgecolor="#DDDDDD")
             axes.text(x + 0.6, top - row - 0.5, content, ha="center", va="center", fontsize=8)
