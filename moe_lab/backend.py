@@ -6,6 +6,7 @@ neither (``cpu``). torch and TileLang are imported when they are first needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -159,7 +160,8 @@ def versions() -> dict[str, str]:
     if backend.kind == "cpu":
         from moe_lab import cpu
 
-        found["compiler"] = _first_line([cpu.compiler(), "--version"])
+        with contextlib.suppress(BackendError):
+            found["compiler"] = _first_line([cpu.compiler(), "--version"])
     else:
         import torch
 

@@ -73,7 +73,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         r"|tvm_thread.*|thread_return",
         "T.Parallel and T.reduce_*: on a CPU a block has no threads that could be told apart",
     ),
-    (r"(ld|st)[gs]\d+|dp4a|rng_.*|__ffs|__fns|access_ptr|tvm_access_ptr", "T.copy and plain indexing"),
+    (r"(ld|st)[gs]\d+|dp4a|rng_.*|__ffs|__fns", "T.copy and plain indexing"),
     (r"autotune", "literals at the top of the file for the tile sizes that tuning on a GPU has found"),
 )  # fmt: skip
 
