@@ -163,7 +163,22 @@ def update(path: Path, *, reset: bool = False) -> None:
         NotebookError: if a cell fails, or an exercise holds an answer and ``reset`` is False; the file is unchanged.
     """
     notebook = fill_exercises(read(path), path.stem, reset=reset)
-    write_atomic(path, to_bytes(normalise(execute(notebook, path.stem))))
+    done = normalise(execute(notebook, path.stem))
+    _forget_processor(done)
+    write_atomic(path, to_bytes(done))
+
+
+def _forget_processor(notebook: NotebookNode) -> None:
+    """A committed output names no processor: its times are no figures of this project. A GPU keeps its name."""
+    from moe_lab import backend
+
+    here = backend.detect()
+    if here.kind != "cpu":
+        return
+    for output in (output for cell in _code_cells(notebook) for output in cell.outputs):
+        texts = output if output.output_type == "stream" else output.get("data", {})
+        for kind in [kind for kind in texts if kind.startswith("text")]:
+            texts[kind] = texts[kind].replace(here.name, "this machine's CPU")
 
 
 # --- exercises -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from moe_lab import notebooks
+from moe_lab import backend, notebooks
 from moe_lab.errors import NotebookError
 from moe_lab.exercises import EXERCISES
 
@@ -221,6 +221,18 @@ def test_update_executes_in_order_and_a_failing_cell_leaves_the_file_alone(tmp_p
     assert notebooks.main(["update", str(path)]) == 2
     assert path.read_bytes() == before
     assert "99_small, cell 2: ValueError: no good" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("cpu", "on this machine's CPU"), ("cuda", "on Chip 9000")])
+def test_a_processor_is_not_named_and_a_gpu_is(kind: str, shown: str, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "detect", lambda: backend.Backend(kind, "Chip 9000", "cpu"))
+    notebook = _notebook(
+        _code("1", new_output("stream", name="stdout", text="on Chip 9000")),
+        _code("2", new_output("display_data", data={"text/html": "<b>on Chip 9000</b>", "image/png": "AAAA"})),
+    )
+    notebooks._forget_processor(notebook)
+    assert notebook.cells[0].outputs[0].text == shown
+    assert notebook.cells[1].outputs[0].data == {"text/html": f"<b>{shown}</b>", "image/png": "AAAA"}
 
 
 # --- the series ------------------------------------------------------------------------------------------------------
