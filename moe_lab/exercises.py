@@ -705,58 +705,48 @@ def contest_score(times_ms, baseline_ms):
 
 _KERNEL = (
     Exercise(
-        key="shared_bytes",
+        key="registers",
         notebook="04_first_tilelang_kernel",
-        title="What stage 1 keeps in shared memory",
+        title="What a fragment costs a thread",
         task=_block("""
-Stage 1 multiplies one token tile (`block_m` rows, `block_k` columns) with two weight tiles (`block_n` rows, `block_k`
-columns), all fp16. The weight tiles are shared. The token tile is a register fragment or shared: the flag says which.
-The two accumulators (`block_m` by `block_n`, fp32) are fragments. Return the bytes of shared memory of one block.
+A fragment is spread over the registers of all threads of a block. A register holds 4 bytes. If several waves need the
+same elements, each keeps a copy of its own. Return the registers that a fragment takes from each thread.
 """),
-        answer="shared_bytes",
+        answer="registers",
         gap=_block("""
-def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
-    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
-    elements = ...
-    return elements * 2
+def registers(rows, columns, element_bytes, threads, copies):
+    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
+    return ...
 """),
         hints=(
-            "Only what `alloc_shared` makes counts. Go through the six buffers of the kernel above, one by one.",
-            "Two weight tiles of block_n * block_k elements; and block_m * block_k more if the flag is set.",
-            "`2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)`.",
+            "Start with the bytes of the whole fragment. How many times is it held? Who shares it?",
+            "bytes * copies / threads is what one thread holds. A register holds 4 of these bytes.",
+            "`rows * columns * element_bytes * copies // threads // 4`.",
         ),
         solution=_block("""
-def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
-    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
-    elements = 2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)
-    return elements * 2
+def registers(rows, columns, element_bytes, threads, copies):
+    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
+    return rows * columns * element_bytes * copies // threads // 4
 """),
         mistakes=(
             Mistake(
-                "there is one weight tile; stage 1 needs a gate tile and an up tile at the same time",
-                _block("""
-def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
-    return 2 * (block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
-"""),
+                "every element is given a register; two fp16 numbers share one",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * copies // threads",
             ),
             Mistake(
-                "the token tile is always counted; a fragment lives in registers and takes no shared memory",
-                _block("""
-def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
-    return 2 * (2 * block_n * block_k + block_m * block_k)
-"""),
+                "the copies are left out; waves that need the same rows hold them once each",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * element_bytes // threads // 4",
             ),
             Mistake(
-                "the accumulators are counted; they are fragments, in registers",
-                _block("""
-def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
-    tiles = 2 * (2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
-    return tiles + 2 * block_m * block_n * 4
-"""),
+                "bytes are returned; a register holds 4 of them",
+                "def registers(rows, columns, element_bytes, threads, copies):\n"
+                "    return rows * columns * element_bytes * copies // threads",
             ),
         ),
-        observe=calls("shared_bytes", (128, 128, 128, False), (128, 128, 64, True), (64, 256, 32, True)),
-        lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the K leaves room for the tokens.",
+        observe=calls("registers", (128, 128, 4, 256, 1), (128, 128, 2, 256, 2), (128, 64, 2, 256, 4)),
+        lesson="The baseline's stage 1 on 64-lane waves: 64 + 64 for the accumulators, 64 for the token tile, of 256.",
     ),
     Exercise(
         key="swiglu",
@@ -817,48 +807,58 @@ def swiglu(gate, up):
         lesson="These are the two lines after the K loop of the baseline.",
     ),
     Exercise(
-        key="registers",
+        key="shared_bytes",
         notebook="04_first_tilelang_kernel",
-        title="What a fragment costs a thread",
+        title="What stage 1 keeps in shared memory",
         task=_block("""
-A fragment is spread over the registers of all threads of a block. A register holds 4 bytes. If several waves need the
-same elements, each keeps a copy of its own. Return the registers that a fragment takes from each thread.
+Stage 1 multiplies one token tile (`block_m` rows, `block_k` columns) with two weight tiles (`block_n` rows, `block_k`
+columns), all fp16. The weight tiles are shared. The token tile is a register fragment or shared: the flag says which.
+The two accumulators (`block_m` by `block_n`, fp32) are fragments. Return the bytes of shared memory of one block.
 """),
-        answer="registers",
+        answer="shared_bytes",
         gap=_block("""
-def registers(rows, columns, element_bytes, threads, copies):
-    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
-    return ...
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
+    elements = ...
+    return elements * 2
 """),
         hints=(
-            "Start with the bytes of the whole fragment. How many times is it held? Who shares it?",
-            "bytes * copies / threads is what one thread holds. A register holds 4 of these bytes.",
-            "`rows * columns * element_bytes * copies // threads // 4`.",
+            "Only what `alloc_shared` makes counts. Go through the five buffers of the kernel above, one by one.",
+            "Two weight tiles of block_n * block_k elements; and block_m * block_k more if the flag is set.",
+            "`2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)`.",
         ),
         solution=_block("""
-def registers(rows, columns, element_bytes, threads, copies):
-    \"\"\"32-bit registers of one thread for a fragment that the block holds `copies` times over.\"\"\"
-    return rows * columns * element_bytes * copies // threads // 4
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    \"\"\"Shared memory of one block of stage 1, in bytes.\"\"\"
+    elements = 2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0)
+    return elements * 2
 """),
         mistakes=(
             Mistake(
-                "every element is given a register; two fp16 numbers share one",
-                "def registers(rows, columns, element_bytes, threads, copies):\n"
-                "    return rows * columns * copies // threads",
+                "there is one weight tile; stage 1 needs a gate tile and an up tile at the same time",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
+"""),
             ),
             Mistake(
-                "the copies are left out; waves that need the same rows hold them once each",
-                "def registers(rows, columns, element_bytes, threads, copies):\n"
-                "    return rows * columns * element_bytes // threads // 4",
+                "the token tile is always counted; a fragment lives in registers and takes no shared memory",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (2 * block_n * block_k + block_m * block_k)
+"""),
             ),
             Mistake(
-                "bytes are returned; a register holds 4 of them",
-                "def registers(rows, columns, element_bytes, threads, copies):\n"
-                "    return rows * columns * element_bytes * copies // threads",
+                "the accumulators are counted; they are fragments, in registers",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    tiles = 2 * (2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
+    return tiles + 2 * block_m * block_n * 4
+"""),
             ),
         ),
-        observe=calls("registers", (128, 128, 4, 256, 1), (128, 128, 2, 256, 2), (128, 64, 2, 256, 4)),
-        lesson="The baseline's stage 1 on 64-lane waves: 64 + 64 for the accumulators, 64 for the token tile, of 256.",
+        observe=calls("shared_bytes", (128, 128, 128, False), (128, 128, 64, True), (64, 256, 32, True)),
+        lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the K leaves room for the tokens.",
     ),
 )
 

@@ -202,7 +202,7 @@ class SideBySide:
         heads = "".join(f'<th style="text-align:left">{html.escape(heading)}</th>' for heading in self.columns)
         cells = "".join(
             '<td style="text-align:left;vertical-align:top">'
-            f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre></td>'
+            f'<pre style="white-space:pre-wrap;font-family:monospace;font-size:11px">{html.escape(text)}</pre></td>'
             for text in self.columns.values()
         )
         return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
