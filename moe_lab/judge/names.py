@@ -322,6 +322,9 @@ class Names:
         seen: frozenset[tuple[ast.AST, tuple[int, ...]]], depth: int,
     ) -> tuple[list[tuple[ast.expr, Scope, tuple[int, ...]]], bool]:  # fmt: skip
         """What a call may give one parameter, and whether it can give nothing else; empty where the default holds."""
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                return [(keyword.value, scope, ())], True
         names = [parameter.arg for parameter in [*function.args.posonlyargs, *function.args.args]]
         if name in names:
             index = names.index(name)
@@ -333,9 +336,7 @@ class Names:
         given: list[tuple[ast.expr, Scope, tuple[int, ...]]] = []
         complete = True
         for keyword in call.keywords:
-            if keyword.arg == name:
-                given.append((keyword.value, scope, ()))
-            elif keyword.arg is None:
+            if keyword.arg is None:
                 complete &= self._mapping_item(keyword.value, scope, name, given, seen, depth + 1)
         return given, complete
 

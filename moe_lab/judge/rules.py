@@ -261,6 +261,17 @@ def check(submission: Submission, profile: Profile = "contest") -> list[Finding]
         ) from None
 
 
+def kernels(submission: Submission) -> frozenset[tuple[int, int]]:
+    """Where the functions begin that TileLang traces (prim_funcs, macros), as (line, byte column) of their ``def``.
+
+    The sandbox leaves them alone. A function inside one of them is not listed.
+
+    Raises:
+        SubmissionError: if the text is no Python.
+    """
+    return _Checker(submission, "open").kernels()
+
+
 class _Checker:
     """One pass over one file; each method holds one family of rules."""
 
@@ -285,6 +296,16 @@ class _Checker:
                 continue
             self._check_host(node, scope)
         return sorted(self.findings.values(), key=lambda item: (item.line, item.column, item.rule_id))
+
+    def kernels(self) -> frozenset[tuple[int, int]]:
+        """Where the outermost traced functions begin."""
+        return frozenset(
+            (node.lineno, node.col_offset)
+            for node, scope in self.names.nodes
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and self._is_kernel(self.names.scopes[node])
+            and not self._is_kernel(scope)
+        )
 
     def add(self, rule_id: str, node: ast.AST, what: str, *, sure: bool = True) -> None:
         """Record a finding; one that is not sure is advice."""
@@ -440,14 +461,16 @@ class _Checker:
             case ast.Attribute(attr=attribute):
                 if attribute.startswith("__") or attribute in INSPECT_ATTRIBUTES:
                     self.add("dunder-attribute", node, f"got .{attribute}")
+                if not isinstance(node.ctx, ast.Load) and scope.parent is not None:
+                    self.add("attribute-write", node, f"got `{_text(node)}` as a target")
                 self._check_library_name(node, scope)
             case ast.Name(id=name):
                 if isinstance(node.ctx, ast.Load) and name in BANNED_BUILTINS and scope.owner(name) is None:
                     self.add("banned-builtin", node, f"got {name}")
-                if _is_reserved(name) and name not in BANNED_BUILTINS:
+                if is_reserved(name) and name not in BANNED_BUILTINS:
                     self.add("reserved-name", node, f"got the name {name}")
                 self._check_library_name(node, scope)
-            case ast.arg(arg=name) | ast.FunctionDef(name=name) if _is_reserved(name):
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) if is_reserved(name):
                 self.add("reserved-name", node, f"got the name {name}")
             case ast.Call():
                 self._check_call(node, scope)
@@ -479,7 +502,7 @@ class _Checker:
                 self.add("import-root", node, f"got `{_text(node)}`")
             elif alias.name != "*":
                 self._check_dotted(dotted, node)
-            if _is_reserved(alias.asname or alias.name):
+            if is_reserved(alias.asname or alias.name):
                 self.add("reserved-name", node, f"got the name {alias.asname or alias.name}")
             elif any(part.startswith("_") for part in dotted.split(".")[1:]):
                 self.add("private-attribute", node, f"got `{_text(node)}`")
@@ -826,7 +849,8 @@ def _is_torch(dotted: str) -> bool:
     return dotted.startswith("torch.")
 
 
-def _is_reserved(name: str) -> bool:
+def is_reserved(name: str) -> bool:
+    """Whether a name belongs to Python or to the sandbox's guards."""
     guard = name in GUARD_NAMES or re.fullmatch(r"_tmp\d+", name)
     return name.startswith("__") or name.endswith("__roles__") or bool(guard)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from moe_lab.contract import ARGUMENTS
 from moe_lab.errors import RuleError, SubmissionError
 from moe_lab.judge.rules import RULES, check, explain
+from moe_lab.steps import step
 from moe_lab.submission import Submission
 
 ENTRY = """
@@ -336,6 +338,18 @@ def test_a_helper_does_not_hide_what_is_kept() -> None:
 def test_reading_back_is_advice(body: str) -> None:
     levels = {item.level for item in check(module("", body)) if item.rule_id == "synchronise"}
     assert levels == {"advice"}
+
+
+HONEST = sorted((Path(__file__).parent.parent / "honest").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", HONEST, ids=lambda path: path.stem)
+def test_honest_files_in_other_styles(path: Path) -> None:
+    assert check(Submission.from_file(path)) == []
+
+
+def test_the_baseline() -> None:
+    assert check(step("s0_baseline")) == []
 
 
 HONEST_HOST = '''
