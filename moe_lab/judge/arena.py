@@ -11,11 +11,11 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moe_lab.contract import ARGUMENTS, BLOCK_TOKEN
@@ -23,6 +23,8 @@ from moe_lab.errors import BackendError
 
 _PAGE = 4096
 _GUARD_SEED = 20261129
+#: The arguments that have one slab for each expert.
+_WEIGHTS = ("gate_w", "up_w", "down_w")
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,29 @@ class Region:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def stop(self) -> int:
+        """Byte offset after the last element."""
+        return self.start + self.size_bytes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
 
 
 def view(buffer: torch.Tensor, region: Region) -> torch.Tensor:
     """The tensor of one region as a view of the arena's bytes, a (size,) uint8 tensor on any device."""
-    part = buffer[region.start : region.start + region.size_bytes]
-    return part.view(getattr(torch, region.dtype)).view(region.shape)
+    return buffer[region.start : region.stop].view(getattr(torch, region.dtype)).view(region.shape)
 
 
-def map_file(path: str | os.PathLike[str]) -> tuple[mmap.mmap, torch.Tensor]:
-    """Map a whole file; the tensor is a (size,) uint8 view of it."""
+def map_file(path: str | os.PathLike[str]) -> torch.Tensor:
+    """Map a whole file; the tensor is a (size,) uint8 view of it and keeps the mapping alive."""
     with Path(path).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Edit:
 
     Attributes:
         where: an argument's name, "before out", "after out" or "beside <argument>".
-        first: index of the first changed element of an argument, or byte distance from ``out``.
+        first: index of the first changed element of an argument, or bytes between the nearest one and ``out``.
         count: changed bytes.
     """
 
@@ -74,73 +85,111 @@ class Edit:
     first: int
     count: int
 
+    @property
+    def is_input(self) -> bool:
+        """Whether an argument was edited, as opposed to a guard band."""
+        return not self.where.startswith(("before", "after", "beside"))
+
+    def __str__(self) -> str:
+        """One clause."""
+        if not self.is_input:
+            return f"wrote {self.count} bytes {self.where}, the nearest {self.first} bytes away"
+        return f"edited its input {self.where} ({self.count} bytes, first at element {self.first})"
+
 
 class Arena:
     """The judge's side of the shared memory, for calls of one set of shapes.
 
     Args:
         tensors: the ten arguments by name; only shapes and dtypes matter here.
-        folder: private folder; the arena's file is created in it.
-        name: file name.
+        path: the file to create.
+        experts: the experts whose weights are written and looked at; None for all. The other slabs of the sparse
+            file are never touched, so they read as zeros and cost no memory.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
-        # A kernel that runs one block too far must land in the guard, not in another argument.
+    def __init__(self, tensors: Mapping[str, torch.Tensor], path: Path, experts: Iterable[int] | None = None) -> None:
         out = tensors["out"]
-        wide = -(-BLOCK_TOKEN * out.shape[1] * out.element_size() // _PAGE) * _PAGE
-        self.regions: list[Region] = []
-        position = _PAGE
+        # A kernel that runs one block too far must land in the guard, not in another argument.
+        block = _pages(BLOCK_TOKEN * out.shape[1] * out.element_size())
+        self._experts = None if experts is None else tuple(experts)
+        self._regions: list[Region] = []
+        self._guards: list[tuple[str, int, int]] = []
+        position = 0
         for argument in ARGUMENTS:
             tensor = tensors[argument.name]
-            if argument.name == "out":
-                position += wide
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            region = Region(argument.name, position, tuple(tensor.shape), dtype)
-            self.regions.append(region)
-            position += -(-region.size_bytes // _PAGE) * _PAGE + _PAGE
-        self.size_bytes = position + wide
-        self.path = folder / name
-        with self.path.open("wb") as file:
+            wide = argument.name == "out"
+            guard = block if wide else _PAGE
+            self._guards.append((f"before {argument.name}" if wide else f"beside {argument.name}", position, guard))
+            region = Region(
+                argument.name, position + guard, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            )
+            self._regions.append(region)
+            position = region.start + _pages(region.size_bytes)
+            tail = block if wide else position - region.stop
+            if wide:
+                position = region.stop + tail
+            if tail:
+                self._guards.append((f"after {argument.name}" if wide else f"beside {argument.name}", region.stop, tail))
+        self.size_bytes = _pages(position)
+        self.path = path
+        with path.open("wb") as file:
             file.truncate(self.size_bytes)
-        self._memory, self._buffer = map_file(self.path)
-        guard = np.random.default_rng(_GUARD_SEED).integers(1, 255, self.size_bytes, dtype=np.uint8)
-        self._buffer.numpy()[:] = guard
-        self._expected = guard
-        self.out = view(self._buffer, self.regions[-1])
+        self._buffer = map_file(path)
+        generator = torch.Generator().manual_seed(_GUARD_SEED)
+        self._expected: dict[int, torch.Tensor] = {}
+        for _, start, size in self._guards:
+            pattern = torch.randint(1, 255, (size,), dtype=torch.uint8, generator=generator)
+            self._buffer[start : start + size] = pattern
+            self._expected[start] = pattern
+        self.out = view(self._buffer, self._regions[-1])
 
     def describe(self) -> dict[str, Any]:
         """What the worker needs to map the same tensors."""
         return {
             "path": str(self.path),
-            "regions": [[region.name, region.start, list(region.shape), region.dtype] for region in self.regions],
+            "regions": [[region.name, region.start, list(region.shape), region.dtype] for region in self._regions],
         }
 
-    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the arguments of the next call in place and remember what must not change."""
-        for region in self.regions:
-            view(self._buffer, region).copy_(tensors[region.name])
-            span = slice(region.start, region.start + region.size_bytes)
-            self._expected[span] = self._buffer.numpy()[span]
+        for region in self._regions:
+            tensor = tensors[region.name]
+            for index, piece in self._pieces(region):
+                source = tensor if index is None else tensor[index]
+                view(self._buffer, piece).copy_(source)
+                if region.name != "out":
+                    self._expected[piece.start] = self._buffer[piece.start : piece.stop].clone()
 
     def edits(self) -> list[Edit]:
         """Everything outside ``out`` that differs from what :meth:`write` left there."""
-        changed = np.flatnonzero(self._buffer.numpy() != self._expected)
-        out = self.regions[-1]
-        changed = changed[(changed < out.start) | (changed >= out.start + out.size_bytes)]
-        found: list[Edit] = []
-        for region in self.regions[:-1]:
-            inside = changed[(changed >= region.start) & (changed < region.start + region.size_bytes)]
-            if inside.size:
-                itemsize = getattr(torch, region.dtype).itemsize
-                found.append(Edit(region.name, int(inside[0] - region.start) // itemsize, int(inside.size)))
-                changed = np.setdiff1d(changed, inside, assume_unique=True)
-        before = changed[changed < out.start]
-        after = changed[changed >= out.start + out.size_bytes]
-        if before.size:
-            found.append(Edit("before out", int(out.start - before[-1]), int(before.size)))
-        if after.size:
-            found.append(Edit("after out", int(after[0]) - out.start - out.size_bytes + 1, int(after.size)))
+        found = []
+        for region in self._regions[:-1]:
+            for index, piece in self._pieces(region):
+                changed = self._changed(piece.start, piece.size_bytes)
+                if changed.numel():
+                    first = int(changed[0]) // region.itemsize + (index or 0) * math.prod(piece.shape)
+                    found.append(Edit(region.name, first, changed.numel()))
+        for where, start, size in self._guards:
+            changed = self._changed(start, size)
+            if changed.numel():
+                nearest = size - 1 - int(changed[-1]) if where.startswith("before") else int(changed[0])
+                found.append(Edit(where, nearest, changed.numel()))
         return found
+
+    def _changed(self, start: int, size: int) -> torch.Tensor:
+        now, expected = self._buffer[start : start + size], self._expected[start]
+        if torch.equal(now, expected):
+            return torch.empty(0, dtype=torch.int64)
+        return torch.nonzero(now != expected).flatten()
+
+    def _pieces(self, region: Region) -> list[tuple[int | None, Region]]:
+        if self._experts is None or region.name not in _WEIGHTS:
+            return [(None, region)]
+        slab = Region(region.name, region.start, region.shape[1:], region.dtype)
+        return [
+            (expert, Region(region.name, region.start + expert * slab.size_bytes, slab.shape, slab.dtype))
+            for expert in self._experts
+        ]
 
 
 def private_folder(size_bytes: int) -> Path:
@@ -160,3 +209,7 @@ def private_folder(size_bytes: int) -> Path:
         f"got no file system with {2 * size_bytes / 2**30:.1f} GiB free, expected /dev/shm or {tempfile.gettempdir()} "
         "to hold the arguments of a call; free some space or set TMPDIR"
     )
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE

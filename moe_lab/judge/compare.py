@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moe_lab.contract import JUDGE_TOLERANCE
@@ -18,11 +19,20 @@ from moe_lab.judge.verdict import Failure
 #: Unit roundoff of fp16 and half its smallest step.
 _FP16_ROUNDOFF = 2.0**-11
 _FP16_HALF_STEP = 2.0**-25
-#: Roundings to fp16 that an honest kernel may add up along the way: gate, up, their product, the result, twice over.
-_ROUNDINGS = 8
-_FP32_ROUNDOFF = 2.0**-24
-#: An element may leave the row's root mean square error this far behind: five standard deviations and some tail.
-_ELEMENT_FACTOR = 8.0
+#: A row's error may be this many unit roundoffs. Rounding once costs a row 0.42 of a unit (mean over the mantissas), so
+#: rounding hidden and out costs 0.6 and rounding gate and up as well 0.85, while one rounding to bf16 costs 3.4.
+_ROUNDOFFS = 2.0
+#: Bias of fp32 sums inside the matrix units: one step of 8 products may lose a whole bit instead of half.
+_FP32_STEP = 2.0**-23
+_PRODUCTS_PER_STEP = 8
+#: An element may exceed the row's root mean square error by this factor: five standard deviations and some tail.
+_ELEMENT_FACTOR = 10.0
+#: Absolute parts of the bound are standard deviations of a uniform error, and this many of them are allowed.
+_DEVIATIONS = 4.0
+#: A row's relative error is only reported where less than this part of its bound is absolute.
+_SIZEABLE = 0.1
+#: Columns of one tile of the error map.
+MAP_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -65,15 +75,21 @@ def row_bound(inputs: Inputs, truth: torch.Tensor) -> torch.Tensor:
         inputs: of the call.
         truth: (N, H) fp32.
     """
-    case = inputs.case
-    relative = _ROUNDINGS * _FP16_ROUNDOFF + (case.hidden + case.intermediate) * _FP32_ROUNDOFF
-    sizes = torch.tensor(inputs.layout.sizes, device=truth.device)
+    case, layout = inputs.case, inputs.layout
     # Mean squared norm of a row of down_w is what a random error of the hidden activation is multiplied by.
-    gain = torch.stack([weight.float().square().sum() / case.hidden for weight in inputs.down_w])
-    gain = torch.repeat_interleave(gain, sizes)
+    gain = torch.empty(layout.num_rows, device=truth.device)
+    for expert, size in enumerate(layout.sizes):
+        if size:
+            start = layout.offsets[expert]
+            gain[start : start + size] = inputs.down_w[expert].float().square().sum() / case.hidden
     weights = inputs.routed_expert_weights.float()
-    absolute = _FP16_HALF_STEP * case.hidden**0.5 * (1 + weights.square() * gain).sqrt()
-    return relative * truth.norm(dim=1) + 4 * absolute
+    absolute = _FP16_HALF_STEP / 3**0.5 * case.hidden**0.5 * (1 + weights.square() * gain).sqrt()
+    return _relative_bound(inputs) * truth.norm(dim=1) + _DEVIATIONS * absolute
+
+
+def _relative_bound(inputs: Inputs) -> float:
+    steps = (inputs.case.hidden + inputs.case.intermediate) / _PRODUCTS_PER_STEP
+    return _ROUNDOFFS * _FP16_ROUNDOFF + steps * _FP32_STEP
 
 
 def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Comparison:
@@ -98,9 +114,9 @@ def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Compariso
     padding[rows] = False
     dirty = torch.nonzero(padding & (out != 0).any(dim=1)).flatten()
     all_finite = bool(finite.all())
-    # A row below fp16's resolution has no relative error worth the name.
+    # A row near fp16's resolution has no relative error worth the name.
     size = truth.norm(dim=1)
-    sizeable = size > 64 * bound.sub(_relative(inputs) * size)
+    sizeable = bound - _relative_bound(inputs) * size < _SIZEABLE * bound
     relative = norm[sizeable] / size[sizeable]
     return Comparison(
         max_abs_error=_largest(error) if all_finite else None,
@@ -155,9 +171,24 @@ def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result
     )  # fmt: skip
 
 
-def _relative(inputs: Inputs) -> float:
-    case = inputs.case
-    return _ROUNDINGS * _FP16_ROUNDOFF + (case.hidden + case.intermediate) * _FP32_ROUNDOFF
+def error_map(inputs: Inputs, out: torch.Tensor, result: Comparison) -> np.ndarray:
+    """Error over strict bound by row and tile of columns, the largest of each tile.
+
+    Args:
+        inputs, out, result: of one call.
+
+    Returns:
+        (P, H/16 rounded up) float32. NaN marks a tile with an element that is not finite; a padding row is 0 where it
+        is zero and infinite where it is not.
+    """
+    ratio = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    ratio[inputs.valid_rows] = result.ratio
+    ratio[result.padding_rows] = torch.where(out[result.padding_rows] != 0, torch.inf, 0.0)
+    tiles = -(-out.shape[1] // MAP_COLUMNS)
+    padded = torch.nn.functional.pad(ratio, (0, tiles * MAP_COLUMNS - out.shape[1]))
+    # amax passes a NaN on.
+    found: np.ndarray = padded.view(out.shape[0], tiles, MAP_COLUMNS).amax(dim=2).cpu().numpy()
+    return found
 
 
 def _largest(values: torch.Tensor) -> float:

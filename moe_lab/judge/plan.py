@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from moe_lab.contract import JUDGE_PROFILE, Case, Variant
-from moe_lab.inputs import Inputs, TokenPoison, Values, make_inputs
+from moe_lab.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
+from moe_lab.inputs import Inputs, TokenPoison, Values, group_sizes, make_inputs
 from moe_lab.judge.process import Limits
 
 #: What a call changes compared with the call before it, at the same addresses.
@@ -24,7 +24,7 @@ Change = Literal[
 #: What the valid rows of ``out`` hold when the kernel is called; its padding rows are zero, as the judge leaves them.
 OutFill = Literal["zeros", "nan", "noise", "previous"]
 #: What memory from torch.empty holds.
-Garbage = Literal["untouched", "nan", "noise", "large"]
+Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class Group:
         calls: at least one; the first changes everything.
         garbage: see :data:`Garbage`.
         variant: reading of the contract.
+        sparse: weights of experts without rows are zeros in memory that is never touched, which makes the contest's
+            full H, I and E affordable on a CPU.
+        on_device: weights are drawn on the device; the contest's are gigabytes.
     """
 
     name: str
@@ -68,12 +71,32 @@ class Group:
     calls: tuple[Call, ...]
     garbage: Garbage = "noise"
     variant: Variant = JUDGE_PROFILE
+    sparse: bool = False
+    on_device: bool = False
 
     @property
     def case(self) -> Case:
         """Sizes of the first call."""
         sizes = self.calls[0].sizes
         return Case(self.name, len(sizes), self.hidden, self.intermediate, sum(sizes))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Address space of both sets of arguments, an upper bound."""
+        return self._bytes(len(self.calls[0].sizes))
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of both sets of arguments, an upper bound."""
+        used = sum(size > 0 for size in self.calls[0].sizes)
+        return self._bytes(used if self.sparse else len(self.calls[0].sizes))
+
+    def _bytes(self, experts: int) -> int:
+        # Rows: every group rounded up, one more block for the other padding rule, one more on each side as a guard.
+        sizes = self.calls[0].sizes
+        rows = sum(-(-size // BLOCK_TOKEN) + 1 for size in sizes) * BLOCK_TOKEN + 2 * BLOCK_TOKEN
+        slots = len({call.slot for call in self.calls})
+        return slots * (2 * (3 * experts * self.hidden * self.intermediate + 2 * rows * self.hidden) + (1 << 20))
 
 
 @dataclass(frozen=True)
@@ -99,14 +122,16 @@ class Plan:
     timing: bool = True
 
 
-def default_plan(seed: int) -> Plan:
+def default_plan(seed: int, device: str) -> Plan:
     """The plan of a normal run.
 
     Args:
         seed: decides values, order and number of calls.
+        device: "cpu" calls the contest's H, I and E with one block of rows; a GPU calls the whole contest cases.
     """
     rng = random.Random(seed)
-    return Plan(groups=(*structural_groups(rng), state_group(rng)))
+    contest = contest_groups(rng) if device == "cpu" else contest_groups(rng, full=True)
+    return Plan(groups=(*structural_groups(rng), state_group(rng), *contest))
 
 
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
@@ -171,18 +196,40 @@ def state_group(rng: random.Random) -> Group:
     return Group("many calls, one shape", 256, 256, tuple(calls), garbage="noise")
 
 
-def call_inputs(group: Group, call: Call, before: Inputs | None) -> Inputs:
+def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ...]:
+    """The contest's three cases, so that a kernel chosen by shape is judged in the branch that counts.
+
+    Args:
+        rng: draws sizes and seeds.
+        full: all N rows, with weights drawn on the device; otherwise one block of rows, for a CPU.
+    """
+    groups = []
+    for case in CASES.values():
+        if full:
+            sizes = [group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))]
+            sizes.append(tuple(rng.sample(sizes[0], len(sizes[0]))))
+        else:
+            expert, rows = rng.randrange(1, case.num_experts), rng.randint(2, BLOCK_TOKEN)
+            sizes = [tuple(rows if index == expert else 0 for index in range(case.num_experts))] * 2
+        first, second = sizes
+        calls = (
+            Call(first, rng.getrandbits(31), out_fill="noise"), Call(second, rng.getrandbits(31), out_fill="zeros"),
+        )  # fmt: skip
+        name = case.name if full else f"{case.name}, one block"
+        groups.append(Group(name, case.hidden, case.intermediate, calls, sparse=not full, on_device=full))
+    return tuple(groups)
+
+
+def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
     """The ten tensors of a call.
 
     Args:
         group: shapes and variant.
         call: what changes.
         before: inputs of the call before; None for the first.
+        device: of the tensors of a group that is drawn on the device; others stay on the CPU.
     """
-    case = replace(group.case, num_tokens=sum(call.sizes))
-    fresh = make_inputs(
-        case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
-    )
+    fresh = _fresh_inputs(group, call, device if group.on_device else "cpu")
     if before is None or call.change == "everything":
         return fresh
     if call.change == "nothing":
@@ -211,6 +258,34 @@ def call_inputs(group: Group, call: Call, before: Inputs | None) -> Inputs:
     )  # fmt: skip
 
 
+def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
+    case = replace(group.case, num_tokens=sum(call.sizes))
+    if not (group.sparse or group.on_device):
+        return make_inputs(
+            case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
+        )
+    # Everything but the weights comes from the trusted generator; theirs would take minutes at this size.
+    thin = make_inputs(
+        replace(case, intermediate=1), call.sizes, variant=group.variant, values=call.values,
+        token_poison=call.token_poison, seed=call.seed, device=device,
+    )  # fmt: skip
+    generator = torch.Generator(device=device).manual_seed(call.seed)
+    experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
+
+    def weights(rows: int, columns: int) -> torch.Tensor:
+        made = torch.zeros(experts, rows, columns, dtype=torch.float16, device=device)
+        for expert, size in enumerate(call.sizes):
+            if size or not group.sparse:
+                drawn = torch.randn(rows, columns, generator=generator, device=device)
+                made[expert] = drawn.mul_(columns**-0.5)
+        return made
+
+    return replace(
+        thin, case=case, gate_w=weights(intermediate, hidden), up_w=weights(intermediate, hidden),
+        down_w=weights(hidden, intermediate),
+    )  # fmt: skip
+
+
 def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch.Tensor:
     """What ``out`` holds when the call starts, (P, H) fp16.
 
@@ -223,14 +298,13 @@ def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch
         return inputs.out
     out = torch.zeros_like(inputs.out)
     rows = inputs.valid_rows
-    generator = torch.Generator().manual_seed(call.seed)
+    generator = torch.Generator(device=out.device).manual_seed(call.seed)
     if call.out_fill == "nan":
         out[rows] = float("nan")
     elif call.out_fill == "noise" or (call.out_fill == "previous" and previous is None):
-        out[rows] = torch.randn(len(rows), out.shape[1], generator=generator).half()
+        out[rows] = torch.randn(len(rows), out.shape[1], generator=generator, device=out.device).half()
     elif call.out_fill == "previous" and previous is not None:
-        shuffled = torch.randperm(len(rows), generator=generator)
-        out[rows] = previous[shuffled].to(out.dtype)
+        out[rows] = previous.to(out.dtype)
     return out
 
 

@@ -56,6 +56,8 @@ class _Garbage:
             return tensor
         generator = torch.Generator(device=tensor.device).manual_seed(self.seed)
         self.seed += 1
+        if self.kind == "zeros":
+            return tensor.zero_()
         if tensor.is_floating_point():
             if self.kind == "nan":
                 return tensor.fill_(float("nan"))
@@ -92,7 +94,7 @@ class _Arena:
 
         from moe_lab.judge.arena import Region, map_file, view
 
-        self._memory, self._host = map_file(path)
+        self._host = map_file(path)
         self._device = device
         self._buffer = self._host if device == "cpu" else torch.empty_like(self._host, device=device)
         self.tensors = [
@@ -162,6 +164,8 @@ class _Session:
         return {"event": "started"}
 
     def _load(self, path: str, sandboxed: bool) -> Message:
+        # Counted before the file is executed: a thread that it starts while loading counts against it.
+        self._threads = threading.active_count()
         self._path = path
         source = Path(path).read_text(encoding="utf-8")
         try:
@@ -171,11 +175,11 @@ class _Session:
                 self._entry = sandbox.load(source, path)
             else:
                 namespace: dict[str, Any] = {"__name__": "submission", "__file__": path}
-                exec(compile(source, path, "exec"), namespace)
+                exec(compile(source, path, "exec", dont_inherit=True), namespace)
                 self._entry = namespace["run_kernel"]
         except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
             return self._error(error, "load")
-        return {"event": "loaded"}
+        return {"event": "loaded", "threads": self._threads}
 
     def _open(self, arena: int, path: str, regions: list[list[Any]]) -> Message:
         self._arenas[arena] = _Arena(path, regions, self._device)

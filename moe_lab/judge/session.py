@@ -1,0 +1,269 @@
+"""A submission at work: one worker, the calls made in it, and what each call did."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from moe_lab.contract import ARGUMENTS
+from moe_lab.errors import BackendError
+from moe_lab.inputs import Inputs
+from moe_lab.judge.arena import Arena, Edit, private_folder
+from moe_lab.judge.channel import Message
+from moe_lab.judge.compare import Comparison, compare
+from moe_lab.judge.plan import Call, Group, call_inputs, fill_out
+from moe_lab.judge.process import Limits, Worker, WorkerEnded
+from moe_lab.judge.verdict import Verdict
+from moe_lab.reference import fused_truth
+from moe_lab.submission import Submission
+
+Progress = Callable[[str], None]
+
+
+class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of the judge
+    """The submission cannot go on.
+
+    Attributes:
+        verdict: what that means.
+        sentence: why, for people.
+    """
+
+    def __init__(self, verdict: Verdict, sentence: str) -> None:
+        super().__init__(sentence)
+        self.verdict = verdict
+        self.sentence = sentence
+
+
+@dataclass(frozen=True)
+class Made:
+    """One call that came back.
+
+    Attributes:
+        number: in its group, from 0.
+        call: what was asked.
+        inputs: the ten tensors as they were before the call, on the judge's side.
+        out_before, out: (P, H) fp16, ``out`` before and after.
+        truth: (N, H) fp32, raw order.
+        comparison: of ``out`` with the truth.
+        edits: bytes that changed outside ``out``.
+        returned: type of what run_kernel returned; None if it returned None.
+        seconds: the worker's clock around the call.
+        launches: TileLang kernels launched.
+        threads_before, threads: Python threads alive in the worker once the file was loaded and after the call.
+    """
+
+    number: int
+    call: Call
+    inputs: Inputs
+    out_before: torch.Tensor
+    out: torch.Tensor
+    truth: torch.Tensor
+    comparison: Comparison
+    edits: list[Edit]
+    returned: str | None
+    seconds: float
+    launches: int
+    threads_before: int
+    threads: int
+
+
+class Session:
+    """One worker with a submission loaded; a context manager that leaves no process and no file behind.
+
+    Args:
+        submission: what to run.
+        groups: what it will be called on; decides the room that is set aside.
+        limits: of the worker.
+        sandboxed: whether the run-time sandbox applies.
+        say: called with a line of text whenever something starts, and every second while it lasts.
+        device: torch device of the kernels.
+    """
+
+    def __init__(
+        self, submission: Submission, groups: tuple[Group, ...], limits: Limits, *, sandboxed: bool,
+        say: Progress, device: str,
+    ) -> None:  # fmt: skip
+        self._submission = submission
+        self._groups = groups
+        self._limits = limits
+        self._sandboxed = sandboxed
+        self._say = say
+        self._device = device
+        self._doing = ""
+        self._opened = 0
+        #: What the submission printed; complete once the session has ended.
+        self.log = ""
+        #: Processes that the submission left running; complete once the session has ended.
+        self.strangers: list[str] = []
+
+    def __enter__(self) -> Session:
+        """Start the worker and load the file.
+
+        Raises:
+            Stopped: if loading fails.
+            BackendError: if the worker itself does not start.
+        """
+        self._folder = private_folder(max((group.size_bytes for group in self._groups), default=0) + (64 << 20))
+        self._worker: Worker | None = None
+        try:
+            source = self._folder / "submission.py"
+            self._submission.save(source)
+            (self._folder / "cwd").mkdir()
+            self._worker = Worker(self._folder / "cwd", self._limits, self._tick).__enter__()
+            self._start(source)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the worker and remove the folder."""
+        if self._worker is not None:
+            self.strangers = self._worker.strangers()
+            self._worker.kill()
+            self.strangers += self._worker.survivors
+            self.log = self._worker.log
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def calls(self, group: Group) -> Iterator[Made]:
+        """Make the calls of a group, one for each step of the iterator.
+
+        Raises:
+            Stopped: if a call raises, runs too long or ends the worker.
+        """
+        arenas: dict[int, tuple[int, Arena]] = {}
+        before: Made | None = None
+        try:
+            for number, call in enumerate(group.calls):
+                self._doing = f"{group.name}: call {number + 1} of {len(group.calls)}"
+                self._say(self._doing)
+                inputs = call_inputs(group, call, before.inputs if before else None, self._device)
+                out_before = fill_out(inputs, call, before.truth if before else None)
+                tensors = dict(zip((argument.name for argument in ARGUMENTS), inputs.args, strict=True))
+                tensors["out"] = out_before
+                if call.slot not in arenas:
+                    arenas[call.slot] = self._open(group, tensors, inputs)
+                identity, arena = arenas[call.slot]
+                arena.write(tensors)
+                answer = self._request(
+                    {"event": "call", "arena": identity, "garbage": group.garbage, "seed": call.seed},
+                    self._limits.call_s if before else self._limits.first_call_s,
+                )
+                truth = fused_truth(inputs)
+                out = arena.out.to(truth.device, copy=True)
+                before = Made(
+                    number, call, inputs, out_before, out, truth, compare(inputs, out, truth), arena.edits(),
+                    answer["returned"], answer["seconds"], answer["launches"], self._threads,
+                    answer["threads"],
+                )  # fmt: skip
+                yield before
+        finally:
+            for _, arena in arenas.values():
+                arena.path.unlink(missing_ok=True)
+        for identity, _ in arenas.values():
+            self._request({"event": "close", "arena": identity}, self._limits.call_s)
+
+    def _open(self, group: Group, tensors: dict[str, torch.Tensor], inputs: Inputs) -> tuple[int, Arena]:
+        self._opened += 1
+        experts = None
+        if group.sparse:
+            experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size]
+        arena = Arena(tensors, self._folder / f"{self._opened}.arena", experts)
+        self._request({"event": "open", "arena": self._opened, **arena.describe()}, self._limits.call_s)
+        return self._opened, arena
+
+    def _tick(self, seconds: float) -> None:
+        self._say(f"{self._doing} ({seconds:.0f} s)")
+
+    def _start(self, source: Path) -> None:
+        self._doing = "starting a fresh process"
+        self._say(self._doing)
+        limits = self._limits
+        # Sparse files count with their full length as address space.
+        mapped = 2 * max((group.mapped_bytes for group in self._groups), default=0)
+        start = {"event": "start", "memory_bytes": limits.memory_bytes + mapped, "file_bytes": limits.file_bytes}
+        assert self._worker is not None
+        try:
+            self._worker.request(start, limits.start_s)
+        except WorkerEnded as end:
+            words = self._worker.log.strip()[-500:] or "none"
+            raise BackendError(
+                f"the worker did not start ({end}), usually because torch or TileLang cannot be imported: run "
+                f"`moe-lab doctor`. Its last words: {words}"
+            ) from None
+        self._doing = "loading the file"
+        self._say(self._doing)
+        loaded = self._request({"event": "load", "path": str(source), "sandboxed": self._sandboxed}, limits.load_s)
+        self._threads: int = loaded["threads"]
+
+    def _request(self, message: Message, timeout_s: float) -> Message:
+        assert self._worker is not None
+        try:
+            answer = self._worker.request(message, timeout_s)
+        except WorkerEnded as end:
+            raise _ended(end, self._doing, self._limits) from None
+        if answer["event"] == "error":
+            raise _raised(answer)
+        return answer
+
+
+def _raised(answer: Message) -> Stopped:
+    """The verdict for an exception inside the submission."""
+    where = f"line {answer['line']}" if answer["line"] else "the file"
+    if answer["function"] not in (None, "<module>"):
+        where += f" in {answer['function']}"
+    message = " ".join(answer["message"].split())
+    short = message if len(message) <= 400 else message[:200] + " ... " + message[-180:]
+    text = f"{answer['kind']}: {short}" if short else answer["kind"]
+    if answer["rule_id"]:
+        return Stopped(Verdict.RULE_VIOLATION, f"{where}: {text}; `moe-lab explain {answer['rule_id']}`")
+    if answer["kind"] in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in message:
+        return Stopped(Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
+    if answer["stage"] == "compile":
+        return Stopped(Verdict.COMPILE_ERROR, f"{where}: TileLang could not compile the kernel: {text}")
+    if answer["stage"] == "launch":
+        return Stopped(Verdict.CONTRACT_ERROR, f"{where}: the kernel does not take the contract's tensors: {text}")
+    when = "while the file was loaded" if answer["phase"] == "load" else "inside run_kernel"
+    return Stopped(
+        Verdict.RUNTIME_ERROR, f"{where}: {text}, raised {when}; the contest shows every exception as a wrong answer"
+    )
+
+
+def _ended(end: WorkerEnded, doing: str, limits: Limits) -> Stopped:
+    """The verdict for a worker that stopped answering."""
+    if end.kind == "timeout":
+        return Stopped(
+            Verdict.TIMEOUT,
+            f"no answer within {end.detail} s while {doing}, usually an endless loop or far too much work for one call",
+        )
+    if end.kind == "output":
+        return Stopped(
+            Verdict.RESOURCE_ERROR,
+            f"printed more than {limits.output_bytes >> 20} MiB while {doing}, expected next to nothing: remove the "
+            "prints",
+        )
+    if end.kind == "forged":
+        return Stopped(
+            Verdict.RULE_VIOLATION,
+            f"wrote on the judge's own channel while {doing} ({end.detail}); results are only read from out",
+        )
+    if end.kind == "signal":
+        usual = {
+            "SIGSEGV": "usually a kernel that reads or writes outside its tensors",
+            "SIGBUS": "usually a kernel that reads or writes outside its tensors",
+            "SIGKILL": "usually because the machine ran out of memory",
+            "SIGABRT": "usually a failed check inside a library, see its last lines",
+            "SIGXFSZ": "because it wrote a larger file than one run may",
+        }.get(end.detail, "which it sent itself or got from a library")
+        return Stopped(Verdict.RUNTIME_ERROR, f"the process died of {end.detail} while {doing}, {usual}")
+    return Stopped(
+        Verdict.RUNTIME_ERROR,
+        f"the process ended itself with exit code {end.detail} while {doing}, expected run_kernel to return",
+    )
