@@ -284,6 +284,9 @@ class _Checker:
         self._kernels: dict[ast.AST, bool] = {}
         self._dotted: dict[ast.AST, set[str]] = {}
         self._stores = self._module_stores()
+        annotations = [*self.names.annotations]
+        annotations += [node.annotation for node, _ in self.names.nodes if isinstance(node, ast.AnnAssign)]
+        self._annotated = {part for annotation in annotations for part in ast.walk(annotation)}
 
     def run(self) -> list[Finding]:
         self._check_module_level()
@@ -529,6 +532,8 @@ class _Checker:
         # torch.cuda.synchronize is one finding, made where torch.cuda is seen; an import shows the whole name at once.
         whole = len(parts) == 2 or (len(parts) > 2 and isinstance(node, (ast.Import, ast.ImportFrom)))
         if parts[0] == "torch" and whole:
+            if dotted == "torch.Tensor" and node in self._annotated:
+                return  # a rule of its own
             if len(parts) > 2 or parts[1] not in TORCH_FUNCTIONS | TORCH_DTYPES:
                 self.add("torch-name", node, f"got {dotted}")
             elif parts[1] in _TORCH_UNCERTAIN:
