@@ -25,10 +25,6 @@ from moe_lab.submission import LiteralValue, Submission, write_atomic
 if TYPE_CHECKING:
     import pandas as pd
 
-#: How T.gemm may share its tile among the warps of a block.
-_WARP_POLICIES = ("Square", "FullRow", "FullCol")
-
-
 # --- choices ---------------------------------------------------------------------------------------------------------
 
 
@@ -57,36 +53,50 @@ def choices(submission: Submission) -> tuple[Choice, ...]:
     """
     lines = submission.source.splitlines()
     return tuple(
-        Choice(literal.name, literal.value, offered(literal.value), _comment_above(lines, literal.line))
+        Choice(literal.name, literal.value, offered(literal.name, literal.value), _comment_above(lines, literal.line))
         for literal in submission.literals.values()
     )
 
 
-def offered(value: LiteralValue) -> tuple[LiteralValue, ...]:
-    """Values worth trying in the place of one: its neighbours of the same kind.
+#: What the last word of a literal's name says about its values; everything else goes by the value alone.
+_VOCABULARY: dict[str, tuple[LiteralValue, ...]] = {
+    "ORDER": ("row", "column"),
+    "POLICY": ("Square", "FullRow", "FullCol"),
+    "STAGES": (1, 2, 3, 4),
+    "PANEL": (1, 2, 4, 6, 8, 10, 12, 16),
+    "THREADS": (64, 128, 256, 384, 512, 1024),
+    "WIDTH": (1, 2, 4, 8),
+    "VECTOR": (0, 2, 4, 8),
+}
 
-    - A power of two from 16 on, as tile sides and thread counts are: powers of two from an eighth, at least 16, to four
-      times the value.
-    - Another multiple of 16, as token tiles are: multiples of 32, or of 16 if it is none of 32, up to twice the value.
-    - A small count, below 16, as copies in flight and swizzle panels are: 1 to twice the value, at least to 4.
-    - True and False, and the names of TileLang's warp policies: each other.
+
+def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
+    """Values worth trying in the place of one.
+
+    - A word of the field at the end of the name has its own values: copies in flight (STAGES), swizzle panels (PANEL)
+      and their ORDER, warp POLICY, THREADS, and values copied (WIDTH) or kept together (VECTOR) at once.
+    - Otherwise the value's neighbours of the same kind: for a power of two from 16 on, as tile sides are, powers of two
+      from an eighth, at least 16, to four times the value; for another multiple of 16, as token tiles are, multiples
+      of 32, or of 16 if it is none of 32, up to twice the value; below 16, counts from 1 to twice the value, at least
+      to 4; for True or False, both.
     - Anything else is a constant, not a tile: itself alone.
 
     What is offered need not fit a card or be right: that is what the readout and the judge say.
 
-    >>> offered(128)
+    >>> offered("BLOCK_K", 128)
     (16, 32, 64, 128, 256, 512)
-    >>> offered(1)
+    >>> offered("NUM_STAGES", 1)
     (1, 2, 3, 4)
-    >>> offered("Square")
-    ('Square', 'FullRow', 'FullCol')
-    >>> offered(1.44269504)
+    >>> offered("TOKEN_TILE", 48)
+    (16, 32, 48, 64, 80, 96)
+    >>> offered("LOG2_E", 1.44269504)
     (1.44269504,)
     """
+    words = _VOCABULARY.get(name.rpartition("_")[2])
+    if words is not None and type(value) is type(words[0]):
+        return words if value in words else tuple(sorted((*words, value)))  # type: ignore[type-var]
     if isinstance(value, bool):
         return (False, True)
-    if isinstance(value, str) and value in _WARP_POLICIES:
-        return _WARP_POLICIES
     if not isinstance(value, int) or value < 1:
         return (value,)
     if value < 16:

@@ -26,27 +26,34 @@ def trial(value=64, verdict="accepted", **more):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("name", "value", "expected"),
     [
-        (16, (16, 32, 64)),
-        (256, (32, 64, 128, 256, 512, 1024)),
-        (192, tuple(range(32, 385, 32))),
-        (48, (16, 32, 48, 64, 80, 96)),
-        (10, tuple(range(1, 21))),
-        (3, (1, 2, 3, 4, 5, 6)),
-        (1000, (1000,)),
-        (0, (0,)),
-        (-1, (-1,)),
-        (True, (False, True)),
-        ("FullRow", ("Square", "FullRow", "FullCol")),
-        ("float16", ("float16",)),
-        (1.5, (1.5,)),
-        ((128, 64), ((128, 64),)),
-        (None, (None,)),
+        ("BLOCK_N", 16, (16, 32, 64)),
+        ("BLOCK_N", 256, (32, 64, 128, 256, 512, 1024)),
+        ("TOKEN_TILE", 192, tuple(range(32, 385, 32))),
+        ("TOKEN_TILE", 48, (16, 32, 48, 64, 80, 96)),
+        ("PANEL", 10, (1, 2, 4, 6, 8, 10, 12, 16)),
+        ("STAGE1_PANEL", 5, (1, 2, 4, 5, 6, 8, 10, 12, 16)),
+        ("NUM_STAGES", 6, (1, 2, 3, 4, 6)),
+        ("THREADS", 96, (64, 96, 128, 256, 384, 512, 1024)),
+        ("COPY_WIDTH", 8, (1, 2, 4, 8)),
+        ("SWIZZLE_VECTOR", 0, (0, 2, 4, 8)),
+        ("PANEL_ORDER", "column", ("row", "column")),
+        ("STAGE1_POLICY", "FullRow", ("Square", "FullRow", "FullCol")),
+        ("POLICY", None, (None,)),
+        ("SPLITS", 3, (1, 2, 3, 4, 5, 6)),
+        ("ROWS", 1000, (1000,)),
+        ("OFFSET", 0, (0,)),
+        ("OFFSET", -1, (-1,)),
+        ("FLAG", True, (False, True)),
+        ("STAGES", True, (False, True)),
+        ("DTYPE", "float16", ("float16",)),
+        ("LOG2_E", 1.5, (1.5,)),
+        ("SHAPE", (128, 64), ((128, 64),)),
     ],
 )
-def test_offered_values_are_neighbours_of_the_same_kind(value, expected):
-    assert offered(value) == expected
+def test_offered_values_follow_the_word_or_are_neighbours_of_the_same_kind(name, value, expected):
+    assert offered(name, value) == expected
 
 
 @pytest.mark.parametrize("name", STEPS)
