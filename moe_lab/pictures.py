@@ -6,7 +6,7 @@ drawing cannot disagree with what a notebook computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import ContractError
@@ -238,4 +238,41 @@ def two_stages(hidden: int, intermediate: int, block_n: int, chosen: tuple[int, 
         )  # fmt: skip
     axes.set_xlim(-0.32 * width, 1.75 * width)
     axes.set_ylim(-0.1, 3.0)
+    return figure
+
+
+def heat_maps(
+    maps: Mapping[str, Sequence[Sequence[float]]],
+    fits: Sequence[Sequence[bool]],
+    row_labels: tuple[str, Sequence[object]],
+    column_labels: tuple[str, Sequence[object]],
+) -> Figure:
+    """Tables of numbers as shades side by side; what does not fit is hatched, and every cell shows its number.
+
+    Args:
+        maps: a table of positive numbers by title; all have the same shape.
+        fits: whether the configuration of each cell fits.
+        row_labels, column_labels: name of the axis and its values.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.4 * len(maps), 3.6), layout="constrained")
+    for axes, (title, table) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True):
+        top = max(max(row) for row in table)
+        axes.imshow(table, cmap="cividis_r", vmin=0, vmax=top, aspect="auto")
+        for y, row in enumerate(table):
+            for x, value in enumerate(row):
+                if not fits[y][x]:
+                    _box(axes, x - 0.5, y - 0.5, 1, 1, "none", hatch="///", edgecolor=RED, linewidth=0)
+                axes.text(
+                    x, y, f"{value:.3g}", ha="center", va="center", fontsize=10,
+                    color="white" if value > 0.55 * top else "black",
+                    bbox=None if fits[y][x] else {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9},
+                )  # fmt: skip
+                if not fits[y][x]:
+                    axes.texts[-1].set_color("black")
+        axes.set_title(title, fontsize=10)
+        axes.set(ylabel=row_labels[0], xlabel=column_labels[0])
+        axes.set_yticks(range(len(row_labels[1])), [str(label) for label in row_labels[1]])
+        axes.set_xticks(range(len(column_labels[1])), [str(label) for label in column_labels[1]])
     return figure
