@@ -56,6 +56,15 @@ STEPS: dict[str, Step] = {
     entry.name: entry
     for entry in (
         Step("s0_baseline", "base", "two launches, 128x128x128 tiles, token tile in registers, one stage", None),
+        Step("c1_one_weight_tile", "c500", "gate and up share one weight tile: half the shared memory", "s0_baseline"),
+        Step("c2_shared_tokens", "c500", "the token tile moves from registers to shared memory", "c1_one_weight_tile"),
+        Step("c3_k64", "c500", "64 columns of the reduction at a time: two blocks on a processor", "c2_shared_tokens"),
+        Step("c4_skip_empty", "c500", "empty blocks skip all work, padding rows are written as 0", "c3_k64"),
+        Step("c5_column_panels", "c500", "column panels of 4 blocks: neighbours share weight tiles", "c4_skip_empty"),
+        Step("c6_copy_width", "c500", "weight tiles are copied 16 bytes a lane at a time", "c5_column_panels"),
+        Step("c7_assume", "c500", "promised bounds of the expert number: no check on a weight load", "c6_copy_width"),
+        Step("c8_memory_guards", "c500", "an option: memory guards off, with its published risk", "c7_assume"),
+        Step("c9_shared_layout", "c500", "an option: swizzled shared tiles", "c8_memory_guards", recommended=True),
     )
 }
 
