@@ -989,6 +989,130 @@ its kernel in the cache (False):
     ),
 )
 
+_EXPLORER = (
+    Exercise(
+        key="fits",
+        notebook="06_tile_explorer",
+        title="Which of these fit?",
+        task=_block("""
+Stage 1 of the baseline with 256 threads and these (`STAGE1_BLOCK_N`, `STAGE1_BLOCK_K`):
+
+1. (64, 256)
+2. (128, 256)
+3. (256, 64)
+4. (128, 64)
+
+A block of the C500 has 65,536 bytes of shared memory, and a thread at most 256 registers of 4 bytes. Say for each
+whether it fits (True or False), before you run anything.
+"""),
+        answer="fits",
+        gap="fits = (..., ..., ..., ...)",
+        hints=(
+            "Two limits, two counts for each: the shared weight tiles, and what a thread holds of the fragments.",
+            "Shared: two tiles of BLOCK_N * BLOCK_K numbers of 2 bytes. Registers of the two accumulators: "
+            "2 * 128 * BLOCK_N numbers of 4 bytes, spread over 256 threads.",
+            "(64, 256) needs 65,536 bytes. (256, 64) needs 65,536 bytes too, and 256 registers for the accumulators "
+            "alone.",
+        ),
+        solution="fits = (True, False, False, True)",
+        mistakes=(
+            Mistake(
+                "only shared memory is checked: at 256 columns the two accumulators take all 256 registers of a "
+                "thread, and the token tile needs some too",
+                "fits = (True, False, True, True)",
+            ),
+            Mistake(
+                "65,536 bytes are taken for too much; a block may use every byte it has",
+                "fits = (False, False, False, True)",
+            ),
+            Mistake(
+                "one weight tile is counted; stage 1 keeps the gate tile and the up tile at once",
+                "fits = (True, True, False, True)",
+            ),
+        ),
+        observe=value("fits"),
+        lesson="Depth (K) costs shared memory only; width (N) costs shared memory and registers.",
+    ),
+    Exercise(
+        key="reads",
+        notebook="06_tile_explorer",
+        title="What half the width does to the traffic",
+        task=_block("""
+`STAGE1_BLOCK_N` goes from 128 to 64, and nothing else changes. Say by which factor the bytes change that all blocks of
+stage 1 together read of (the tokens, the weights). Count every read, whether a cache answers it or not. 1 means no
+change, 2 twice as many, 0.5 half.
+"""),
+        answer="reads",
+        gap="reads = (..., ...)",
+        hints=(
+            "Draw the grid: row blocks down, column blocks across. What happens to each side of it?",
+            "A row block's tokens are read once by every column block. A column's weights are read once by every row "
+            "block of the expert.",
+            "There are twice as many column blocks, each half as wide, and the same row blocks as before.",
+        ),
+        solution="reads = (2, 1)",
+        mistakes=(
+            Mistake(
+                "the two have changed places: the number of column blocks decides how often *tokens* are read",
+                "reads = (1, 2)",
+            ),
+            Mistake(
+                "every block is counted as if it still read whole tiles: there are twice as many blocks, but each "
+                "reads half the weights",
+                "reads = (2, 2)",
+            ),
+            Mistake(
+                "a smaller tile is taken for less traffic; there are more tiles, so the other operand is read more "
+                "often",
+                "reads = (0.5, 1)",
+            ),
+        ),
+        observe=value("reads"),
+        lesson="A tile's width pays for the other operand's reads; only its height (128 rows) pays for the weights'.",
+    ),
+    Exercise(
+        key="resident",
+        notebook="06_tile_explorer",
+        title="How many blocks at once?",
+        task=_block("""
+Stage 1 of the baseline with `STAGE1_BLOCK_K` = 128, 64 and 32. What one block then needs:
+
+| `STAGE1_BLOCK_K` | shared memory | registers a thread | threads |
+|---|---|---|---|
+| 128 | 64 KiB | 160 | 256 |
+| 64 | 32 KiB | 144 | 256 |
+| 32 | 16 KiB | 136 | 256 |
+
+A processor of the C500 has 64 KiB of shared memory, 131,072 registers and places for 2,048 threads. How many blocks
+does it hold at the same time in each case?
+"""),
+        answer="resident",
+        gap="resident = (..., ..., ...)",
+        hints=(
+            "Three resources, and each allows some number of blocks. Which of the three numbers counts?",
+            "Shared memory allows 1, 2 and 4 blocks; threads allow 8. Registers of a block: registers a thread * 256.",
+            "131,072 // (136 * 256) is 3.",
+        ),
+        solution="resident = (1, 2, 3)",
+        mistakes=(
+            Mistake(
+                "only shared memory is counted; with 16 KiB a block, registers end first",
+                "resident = (1, 2, 4)",
+            ),
+            Mistake(
+                "only registers are counted; shared memory ends first for the two larger tiles",
+                "resident = (3, 3, 3)",
+            ),
+            Mistake(
+                "only threads are counted",
+                "resident = (8, 8, 8)",
+            ),
+        ),
+        observe=value("resident"),
+        lesson="The scarcest resource decides, and which one that is changes with the tile.",
+    ),
+)
+
 _LADDER = (
     Exercise(
         key="same_tier",
@@ -1125,7 +1249,9 @@ def relative_time(a, b):
 
 #: Every exercise by key, in the order of the notebooks.
 EXERCISES: dict[str, Exercise] = {
-    exercise.key: exercise for exercise in (*_START, *_NAIVE, *_PADDING, *_ROOFLINE, *_KERNEL, *_BASELINE, *_LADDER)
+    exercise.key: exercise
+    for block in (_START, _NAIVE, _PADDING, _ROOFLINE, _KERNEL, _BASELINE, _EXPLORER, _LADDER)
+    for exercise in block
 }
 
 
