@@ -1031,7 +1031,7 @@ whether it fits (True or False), before you run anything.
             ),
         ),
         observe=value("fits"),
-        lesson="Depth (K) costs shared memory only; width (N) costs shared memory and registers.",
+        lesson="Width fills the registers, width times depth the shared memory: check both.",
     ),
     Exercise(
         key="reads",
