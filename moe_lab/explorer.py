@@ -10,20 +10,33 @@ import atexit
 import contextlib
 import itertools
 import os
+import random
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_lab.errors import ExplorerError
+from moe_lab.errors import ExplorerError, MoeLabError
 from moe_lab.submission import LiteralValue, Submission, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
+
+    from moe_lab.devices import Device
+    from moe_lab.judge import Report
+    from moe_lab.judge.plan import Plan
+    from moe_lab.judge.rules import Profile
+    from moe_lab.readout import Readout
+
+#: Told what is being done.
+Say = Callable[[str], None]
 
 # --- choices ---------------------------------------------------------------------------------------------------------
 
@@ -421,3 +434,295 @@ class Background:
         """Stop, and give the work a moment to end what it started."""
         self.stop()
         self.wait(10)
+
+
+# --- what the buttons do ---------------------------------------------------------------------------------------------
+
+#: Stands for the device of this machine.
+HERE = "here"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration is looked at for.
+
+    Attributes:
+        device: key of :func:`moe_lab.devices.devices`, or :data:`HERE`.
+        case: number of the contest's case.
+        routing: name of a routing of that case.
+    """
+
+    device: str
+    case: int
+    routing: str
+
+
+class Session:
+    """Everything the tile explorer does, without a widget.
+
+    What takes long is meant to run in :attr:`work` and ends with :class:`Stopped` soon after ``work.stop()``; what the
+    judge has started by then is ended, too.
+
+    Args:
+        step: name of a step of the ladder, or any submission.
+        history: file of the trials.
+        target: file that :meth:`export` writes.
+
+    Raises:
+        SubmissionError: for a name that is no step, or text that is no Python.
+    """
+
+    def __init__(self, step: str | Submission, history: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        from moe_lab import steps
+
+        self.base = step if isinstance(step, Submission) else steps.step(step)
+        entry = None if isinstance(step, Submission) else steps.find(step)
+        #: What its trials are filed under.
+        self.step = entry.name if entry else self.base.name
+        self.profile: Profile = entry.profile if entry else "contest"
+        self.choices = choices(self.base)
+        self.history = History(history)
+        self.target = Path(target)
+        self.work = Background()
+
+    def read(self, submission: Submission, setting: Setting) -> Readout:
+        """What can be said without compiling.
+
+        Raises:
+            MoeLabError: if nothing can be said; the message says why.
+        """
+        from moe_lab.readout import read_out
+
+        return read_out(submission, setting.case, setting.routing, device_of(setting))
+
+    def check(self, submission: Submission, setting: Setting, say: Say, *, quick: bool = False) -> Report:
+        """Have the judge compile and run a configuration on this machine, and remember the verdict.
+
+        Args:
+            submission: what to judge.
+            setting: what to file it under.
+            say: told what is being done.
+            quick: the first structural case only, which does not make it accepted.
+
+        Raises:
+            Stopped: after ``work.stop()``.
+            ExplorerError: if the verdict could not be written to disk.
+        """
+        from moe_lab.judge import judge
+
+        def progress(text: str) -> None:
+            # The judge's time limits run on while it waits, so a pause comes after it.
+            self.work.checkpoint(pausable=False)
+            say(text)
+
+        report = judge(submission, profile=self.profile, progress=progress, plan=_one_case() if quick else None)
+        verdict = str(report.verdict)
+        if quick and report.accepted:
+            verdict = FIRST_CASE_RIGHT
+        self.remember(submission, setting, verdict=verdict, reason=report.sentence, judged_on=report.device)
+        return report
+
+    def sweep(
+        self,
+        values: Sequence[Mapping[str, LiteralValue]],
+        setting: Setting,
+        say: Callable[[int, str], None],
+        tried: Callable[[], None],
+    ) -> Counter[str]:
+        """Try many configurations: those that do not fit are noted, the others run one case of the judge.
+
+        Args:
+            values: changed literals of each.
+            setting: what they are for.
+            say: told how many are done and what is being done.
+            tried: called after each.
+
+        Returns:
+            How many came to each verdict.
+
+        Raises:
+            Stopped: after ``work.stop()``; what was tried until then is in the history.
+            ExplorerError: if a verdict could not be written to disk.
+        """
+        verdicts: Counter[str] = Counter()
+        for done, changed in enumerate(values):
+            self.work.checkpoint()
+            submission = self.base.with_literals(**changed)
+            name = self._changes(submission.values) or "the step itself"
+            say(done, name)
+            readout = self.read(submission, setting)
+            if readout.fits is False:
+                self.remember(submission, setting, verdict=DOES_NOT_FIT, reason=readout.sentence)
+                verdicts[DOES_NOT_FIT] += 1
+                tried()
+                continue
+
+            def tell(text: str, done: int = done, name: str = name) -> None:
+                say(done, f"{name}: {text}")
+
+            report = self.check(submission, setting, tell, quick=True)
+            verdicts[FIRST_CASE_RIGHT if report.accepted else str(report.verdict)] += 1
+            tried()
+        return verdicts
+
+    def would_replace(self, submission: Submission) -> bool:
+        """Whether :attr:`target` holds another text, which :meth:`export` would replace."""
+        return self.target.exists() and self.target.read_bytes() != submission.source.encode()
+
+    def export(self, submission: Submission, setting: Setting, say: Say) -> Report:
+        """Write a configuration to :attr:`target` through the exporter, then judge the file.
+
+        Args:
+            submission: what to write.
+            setting: what to file the verdict under.
+            say: told what is being done.
+
+        Raises:
+            ExportError: for a violated rule or a folder that cannot be written to; an existing file stays.
+            Stopped: after ``work.stop()``; the file is written by then.
+            ExplorerError: if the verdict could not be written to disk.
+        """
+        from moe_lab.export import export
+
+        return self.check(Submission.from_file(export(submission, self.target, self.profile)), setting, say)
+
+    def remember(self, submission: Submission, setting: Setting, **found: Any) -> None:
+        """Add to the history what came of a configuration.
+
+        Raises:
+            ExplorerError: if it could not be written to disk.
+        """
+        try:
+            bound_ms = self.read(submission, setting).bound_ms
+        except MoeLabError:
+            bound_ms = None
+        self.history.add(
+            Trial(
+                step=self.step,
+                values=submission.values,
+                source_hash=submission.source_hash,
+                device=setting.device,
+                case=f"case {setting.case}",
+                routing=setting.routing,
+                bound_ms=bound_ms,
+                **found,
+            )
+        )
+
+    def changes(self, trial: Trial) -> str:
+        """What a trial changed in the step; empty for the step itself."""
+        return self._changes(trial.values)
+
+    def _changes(self, values: Mapping[str, LiteralValue]) -> str:
+        own = self.base.values
+        return ", ".join(f"{name} {value}" for name, value in values.items() if own.get(name) != value)
+
+    def summary(self) -> pd.DataFrame:
+        """The history of this step for the panel, newest first; :meth:`History.table` has every column."""
+        import pandas as pd
+
+        table = pd.DataFrame(
+            [
+                {
+                    "no.": number,
+                    "changed": self.changes(trial) or "nothing",
+                    "for": f"{trial.device}, {trial.case}, {trial.routing}",
+                    "verdict": trial.verdict.replace("_", " "),
+                    "least ms": "" if trial.bound_ms is None else f"{trial.bound_ms:.3f}",
+                    "measured ms": "" if trial.time_ms is None else f"{trial.time_ms:.3f}",
+                    "times as fast as the baseline": "" if trial.speed is None else f"{trial.speed:.2f}",
+                    "measured on": trial.timed_on,
+                    "reason": trial.reason,
+                }
+                for number, trial in reversed(list(enumerate(self.history.trials(self.step), start=1)))
+            ]
+        )
+        measured = ["measured ms", "times as fast as the baseline", "measured on"]
+        return table if table.empty or (table["measured ms"] != "").any() else table.drop(columns=measured)
+
+    def save_csv(self) -> Path:
+        """Write the whole history of this step beside its file.
+
+        Raises:
+            SubmissionError: if the folder cannot be written to.
+        """
+        return self.history.save_csv(self.history.path.with_suffix(".csv"), self.step)
+
+
+def device_of(setting: Setting) -> Device | None:
+    """The device that a setting names; None for a machine that nobody has figures of.
+
+    Raises:
+        DataError: for a key that is no device.
+    """
+    from moe_lab import backend, devices
+
+    if setting.device != HERE:
+        return devices.device(setting.device)
+    name = backend.detect().name
+    return next((each for each in devices.devices().values() if any(known in name for known in each.names)), None)
+
+
+def _one_case() -> Plan:
+    """The structural case with the group sizes 0, 1, 127, 128 and 129, and nothing else."""
+    from moe_lab.judge.plan import Plan, structural_groups
+
+    first = structural_groups(random.Random(secrets.randbits(32)))[0]
+    return Plan(groups=(first,), stop_at_first=True, variants=False, fit=False, timing=False)
+
+
+#: How a verdict is drawn: marker, filled or not, colour (Okabe and Ito's), name in the legend.
+_LOOKS: dict[str, tuple[str, bool, str, str]] = {
+    "accepted": ("o", True, "#0072B2", "accepted"),
+    FIRST_CASE_RIGHT: ("o", False, "#0072B2", FIRST_CASE_RIGHT),
+    DOES_NOT_FIT: ("x", True, "#D55E00", DOES_NOT_FIT),
+    "": (".", True, "#777777", "not judged"),
+}
+_REFUSED = ("^", True, "#D55E00", "refused by the judge")
+
+
+def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
+    """What was tried for one setting, numbered as in :meth:`Session.summary`: least times, and speeds measured.
+
+    Args:
+        trials: as :meth:`History.trials` returns them; those for another setting are left out.
+        setting: device, case and routing.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    mine = [
+        (number, trial) for number, trial in enumerate(trials, start=1)
+        if (trial.device, trial.case, trial.routing) == (setting.device, f"case {setting.case}", setting.routing)
+    ]  # fmt: skip
+    where = next((trial.timed_on for _, trial in reversed(mine) if trial.speed), "")
+    parts = [("predicted: least ms", [(number, trial, trial.bound_ms) for number, trial in mine])]
+    if where:
+        timed = [(number, trial, trial.speed) for number, trial in mine if trial.timed_on == where]
+        parts.append((f"measured: times as fast as the baseline\n{where}", timed))
+    figure = Figure(figsize=(6.6, 2.6))
+    for column, (title, found) in enumerate(parts):
+        axes = figure.add_axes((0.09 + column * 0.49, 0.19, 0.40 if where else 0.88, 0.64))
+        for number, trial, height in found:
+            if height is not None:
+                marker, filled, colour, name = _LOOKS.get(trial.verdict, _REFUSED)
+                axes.plot(
+                    number, height, marker=marker, color=colour, markerfacecolor=colour if filled else "none",
+                    linestyle="none", label=name,
+                )  # fmt: skip
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xlabel("configuration, in the order tried", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if axes.lines:
+            axes.set_ylim(0, 1.25 * axes.dataLim.y1)
+            axes.set_xlim(0.5, len(trials) + 0.5)
+            handles, names = axes.get_legend_handles_labels()
+            unique = dict(zip(names, handles, strict=True))
+            axes.legend(unique.values(), unique.keys(), fontsize=7)
+        else:
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, transform=axes.transAxes)
+        if column:
+            axes.axhline(1.0, color="#777777", linewidth=0.8)
+    return figure
