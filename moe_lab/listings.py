@@ -6,6 +6,7 @@ text, and one that lost the line says so.
 
 from __future__ import annotations
 
+import difflib
 import html
 import inspect
 import re
@@ -20,7 +21,7 @@ from moe_lab.lowering import LoweredKernel, Lowering, lower_many
 from moe_lab.submission import Submission
 
 #: Index arithmetic of generated code: loop counters, thread numbers, constants and operators, but no buffer.
-_ARITHMETIC = re.compile(r"(?:\(int(?:32_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
+_ARITHMETIC = re.compile(r"(?:\(int(?:32_t|64_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
 
 _CASTS = re.compile(r"reinterpret_cast<[^<>]*>")
 
@@ -112,9 +113,33 @@ def _cut(text: str, start: int, end: int) -> str:
     return textwrap.dedent("\n".join(text.splitlines()[start : end + 1]))
 
 
-def difference(old: Submission, new: Submission) -> Listing:
-    """What changes from one submission to another, without the two lines of file names."""
-    return Listing("".join(old.diff(new).splitlines(keepends=True)[2:]).rstrip("\n"), "diff")
+def difference(old: Submission, new: Submission, context: int = 2) -> Listing:
+    """What changes from one submission to another; lines that only moved to the right or left count as equal.
+
+    Args:
+        old, new: the two.
+        context: equal lines around each change.
+
+    >>> text = difference(Submission("a = 1\\nb = 2\\n"), Submission("if c:\\n    a = 1\\n    b = 3\\n"))
+    >>> print(text)
+    @@ line 1 @@
+    +if c:
+         a = 1
+    -b = 2
+    +    b = 3
+    """
+    before, after = old.source.splitlines(), new.source.splitlines()
+    matcher = difflib.SequenceMatcher(None, [line.strip() for line in before], [line.strip() for line in after], False)
+    shown = []
+    for group in matcher.get_grouped_opcodes(context):
+        shown.append(f"@@ line {group[0][3] + 1} @@")
+        for kind, start, end, new_start, new_end in group:
+            if kind == "equal":
+                shown += [f" {line}" for line in after[new_start:new_end]]
+            else:
+                shown += [f"-{line}" for line in before[start:end]]
+                shown += [f"+{line}" for line in after[new_start:new_end]]
+    return Listing("\n".join(shown), "diff")
 
 
 def generated(kernel: Callable[..., Any], targets: Sequence[str], **sizes: int) -> dict[str, LoweredKernel]:
@@ -155,9 +180,11 @@ def elide(code: str, limit: int = 20) -> str:
     >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];", limit=10)
     'x[…] = y[(i * 4)];'
     """
-    return "\n".join(_elide_line(_CASTS.sub("", line), limit) for line in code.splitlines()).replace(
-        "tl::DataType::kFloat", "fp"
-    )
+    text = "\n".join(_elide_line(_CASTS.sub("", line), limit) for line in code.splitlines())
+    # Sums of cut terms are one cut term.
+    while (shorter := text.replace("(…) + (…)", "(…)").replace("((…))", "(…)")) != text:
+        text = shorter
+    return text.replace("tl::DataType::kFloat", "fp")
 
 
 def _elide_line(line: str, limit: int) -> str:

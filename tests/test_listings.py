@@ -35,6 +35,14 @@ def test_difference_holds_the_change_and_no_file_names() -> None:
     assert "file.py" not in text
 
 
+def test_indentation_alone_is_no_change() -> None:
+    moved = Submission(
+        "A = 1\n\n\ndef f(x):\n    if A:\n        if x:\n            return A\n    return 0\n", "moved.py"
+    )
+    changed = [line for line in str(difference(FILE, moved)).splitlines() if line[0] in "+-"]
+    assert changed == ["+    if A:"]
+
+
 def test_only_long_arithmetic_is_cut() -> None:
     line = (
         "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
