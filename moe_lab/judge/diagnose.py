@@ -21,6 +21,8 @@ from moe_lab.judge.session import Made
 _SAME = 5e-3
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
+#: Part of the wrong rows for which a mistake's answer has to be known.
+_KNOWN = 0.1
 #: A mistake is looked for in so many wrong rows at most: a contest case has thousands.
 _MAX_ROWS = 512
 #: Reduction chunks that a loop over K may lose.
@@ -81,9 +83,12 @@ def _rows_of(answers: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _agreement(answer: torch.Tensor, got: torch.Tensor) -> float:
-    """Part of the rows that agree, of those where the answer is known; 0 if fewer than half are known."""
+    """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
+
+    A mistake that reads past the end of an array is known on the other rows only, which may be the smaller part.
+    """
     known = ~torch.isnan(answer).all(dim=1) | torch.isnan(got).all(dim=1)
-    if known.float().mean() < 0.5:
+    if known.float().mean() < _KNOWN:
         return 0.0
     answer, got = answer[known], got[known]
     same_bits = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
