@@ -484,6 +484,7 @@ class Session:
         self.history = History(history)
         self.target = Path(target)
         self.work = Background()
+        self._reports: dict[str, Report] = {}
 
     def read(self, submission: Submission, setting: Setting) -> Readout:
         """What can be said without compiling.
@@ -519,6 +520,8 @@ class Session:
         verdict = str(report.verdict)
         if quick and report.accepted:
             verdict = FIRST_CASE_RIGHT
+        elif not quick:
+            self._reports[submission.source_hash] = report
         self.remember(submission, setting, verdict=verdict, reason=report.sentence, judged_on=report.device)
         return report
 
@@ -572,6 +575,8 @@ class Session:
     def export(self, submission: Submission, setting: Setting, say: Say) -> Report:
         """Write a configuration to :attr:`target` through the exporter, then judge the file.
 
+        A text that was judged in this session already is not judged again: it is the same bytes.
+
         Args:
             submission: what to write.
             setting: what to file the verdict under.
@@ -584,7 +589,8 @@ class Session:
         """
         from moe_lab.export import export
 
-        return self.check(Submission.from_file(export(submission, self.target, self.profile)), setting, say)
+        written = Submission.from_file(export(submission, self.target, self.profile))
+        return self._reports.get(written.source_hash) or self.check(written, setting, say)
 
     def remember(self, submission: Submission, setting: Setting, **found: Any) -> None:
         """Add to the history what came of a configuration.

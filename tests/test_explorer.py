@@ -1,4 +1,5 @@
 import json
+import random
 import subprocess
 import sys
 import textwrap
@@ -6,10 +7,29 @@ import threading
 import time
 
 import pandas as pd
+import psutil
 import pytest
 
-from moe_lab.errors import ExplorerError
-from moe_lab.explorer import FIRST_CASE_RIGHT, Background, History, Stopped, Trial, choices, grid, offered
+from moe_lab import backend
+from moe_lab.errors import ExplorerError, ExportError
+from moe_lab.explorer import (
+    DOES_NOT_FIT,
+    FIRST_CASE_RIGHT,
+    HERE,
+    Background,
+    History,
+    Session,
+    Setting,
+    Stopped,
+    Trial,
+    choices,
+    device_of,
+    draw_trials,
+    grid,
+    offered,
+)
+from moe_lab.judge import Report, Verdict
+from moe_lab.judge.verdict import SubmissionReport
 from moe_lab.steps import STEPS, step
 from moe_lab.submission import Submission
 
@@ -285,3 +305,176 @@ def test_the_end_of_the_interpreter_stops_the_work():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "cleaned up\n"
+
+
+# --- what the buttons do
+
+SETTING = Setting("c500", 1, "balanced")
+
+
+def session(tmp_path, step_name="s0"):
+    return Session(step_name, tmp_path / "history.jsonl", tmp_path / "submission.py")
+
+
+def fake_report(verdict="accepted"):
+    return Report(
+        verdict=Verdict(verdict), sentence=f"said {verdict}", profile="contest", judge_sha256="0", device="a device",
+        submission=SubmissionReport(name="x"), seed=1, started="now",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Replaces the judge by one that says yes, and counts."""
+    calls = []
+
+    def judge(submission, *, profile, progress, plan=None):
+        calls.append(submission)
+        progress("checking")
+        return fake_report("wrong_answer" if submission.values["STAGE1_BLOCK_K"] == 32 else "accepted")
+
+    monkeypatch.setattr("moe_lab.judge.judge", judge, raising=False)
+    return calls
+
+
+def test_a_check_is_remembered_with_its_verdict(tmp_path, judged):
+    found, said = session(tmp_path), []
+    report = found.check(found.base, SETTING, said.append)
+    assert report.accepted
+    assert said == ["checking"]
+    (known,) = History(tmp_path / "history.jsonl").trials()
+    assert (known.step, known.verdict, known.judged_on) == ("s0_baseline", "accepted", "a device")
+    assert known.source_hash == found.base.source_hash
+    assert known.bound_ms == found.read(found.base, SETTING).bound_ms
+
+
+def test_one_case_alone_does_not_accept_anything(tmp_path, judged):
+    found = session(tmp_path)
+    found.check(found.base, SETTING, lambda text: None, quick=True)
+    assert found.history.trials()[0].verdict == FIRST_CASE_RIGHT
+    assert found.history.best("s0_baseline") is None
+
+
+def test_a_sweep_judges_only_what_fits_and_keeps_everything(tmp_path, judged):
+    found, said, tried = session(tmp_path), [], []
+    values = list(grid({"STAGE1_BLOCK_K": (32, 64, 128), "NUM_STAGES": (1, 4)}))
+    verdicts = found.sweep(values, SETTING, lambda done, text: said.append(done), lambda: tried.append(1))
+    # With four stages only a K of 32 fits: 4 * 2 * 128 * 32 * 2 bytes are all of 64 KiB in stage 1, but in stage 2
+    # K is 128: 4 * 128 * 128 * 2 bytes.
+    assert verdicts == {DOES_NOT_FIT: 3, FIRST_CASE_RIGHT: 2, "wrong_answer": 1}
+    assert len(judged) == 3
+    assert len(tried) == 6
+    assert said[-1] == 5
+    known = History(tmp_path / "history.jsonl").trials()
+    assert [trial.values["STAGE1_BLOCK_K"] for trial in known] == [32, 32, 64, 64, 128, 128]
+    assert all("65536" in trial.reason for trial in known if trial.verdict == DOES_NOT_FIT)
+
+
+def test_a_stopped_sweep_keeps_what_it_tried(tmp_path, judged):
+    found = session(tmp_path)
+
+    def tried():
+        if len(found.history.trials()) == 2:
+            found.work.stop()
+
+    values = list(grid({"STAGE1_BLOCK_K": (16, 32, 64, 128)}))
+    found.work.start(lambda: found.sweep(values, SETTING, lambda done, text: None, tried))
+    assert found.work.wait(30)
+    assert len(History(tmp_path / "history.jsonl").trials()) == 2
+
+
+def test_an_export_is_the_text_that_was_looked_at_and_is_judged_once(tmp_path, judged):
+    found = session(tmp_path)
+    mine = found.base.with_literals(STAGE1_BLOCK_K=64)
+    assert not found.would_replace(mine)
+    assert found.export(mine, SETTING, lambda text: None).accepted
+    assert (tmp_path / "submission.py").read_text() == mine.source
+    assert len(judged) == 1
+    assert not found.would_replace(mine)
+    assert found.would_replace(found.base)
+    found.export(mine, SETTING, lambda text: None)
+    assert len(judged) == 1
+
+
+def test_an_export_that_breaks_a_rule_leaves_the_file_alone(tmp_path, judged):
+    found = session(tmp_path)
+    (tmp_path / "submission.py").write_text("kept")
+    with pytest.raises(ExportError, match=r"NUM_STAGES|num_stages"):
+        found.export(found.base.with_literals(NUM_STAGES=2), SETTING, lambda text: None)
+    assert (tmp_path / "submission.py").read_text() == "kept"
+    assert judged == []
+
+
+def test_the_summary_numbers_configurations_newest_first(tmp_path, judged):
+    found = session(tmp_path)
+    assert found.summary().empty
+    for changed in ({}, {"STAGE1_BLOCK_K": 32}):
+        found.check(found.base.with_literals(**changed), SETTING, lambda text: None)
+    table = found.summary()
+    assert table["no."].tolist() == [2, 1]
+    assert table["changed"].tolist() == ["STAGE1_BLOCK_K 32", "nothing"]
+    assert table["verdict"].tolist() == ["wrong answer", "accepted"]
+    assert "measured ms" not in table
+    found.remember(found.base, SETTING, time_ms=2.0, baseline_ms=3.0, timed_on="here")
+    assert found.summary()["times as fast as the baseline"].tolist() == ["", "1.50"]
+    assert pd.read_csv(found.save_csv())["STAGE1_BLOCK_K"].tolist() == [128, 32]
+
+
+def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
+    history = [
+        trial(16, DOES_NOT_FIT, bound_ms=4.0),
+        trial(32, "accepted", bound_ms=3.0),
+        trial(64, "wrong_answer", bound_ms=2.0),
+        trial(128, "accepted", bound_ms=1.0, case="case 2"),
+    ]
+    (axes,) = draw_trials(history, Setting("c500", 1, "balanced")).axes
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == [DOES_NOT_FIT, "accepted", "refused by the judge"]
+    assert len({line.get_marker() for line in axes.lines}) == 3
+    history.append(trial(256, time_ms=2.0, baseline_ms=5.0, timed_on="case 1, a card"))
+    _, speeds = draw_trials(history, Setting("c500", 1, "balanced")).axes
+    assert speeds.lines[0].get_ydata()[0] == 2.5
+    assert "a card" in speeds.get_title(loc="left")
+    (axes,) = draw_trials([], Setting("c500", 1, "balanced")).axes
+    assert axes.texts[0].get_text() == "nothing yet"
+
+
+def test_this_machine_is_a_device_only_if_its_figures_are_known(monkeypatch):
+    here = Setting(HERE, 1, "balanced")
+    monkeypatch.setattr(backend, "detect", lambda: backend.Backend("cuda", "NVIDIA H200", "cuda"))
+    assert device_of(here).name == "h200"
+    monkeypatch.setattr(backend, "detect", lambda: backend.Backend("cpu", "Some Processor", "cpu"))
+    assert device_of(here) is None
+    assert device_of(SETTING).name == "c500"
+
+
+def test_stop_ends_the_judge_and_everything_it_started(tmp_path):
+    found, said = session(tmp_path), threading.Event()
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def say(text):
+        if "fresh process" in text:
+            said.set()
+
+    assert found.work.start(lambda: found.check(found.base, SETTING, say))
+    assert said.wait(120)
+    found.work.stop()
+    assert found.work.wait(60)
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert [child.name() for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert found.history.trials() == []
+
+
+def test_random_configurations_get_a_verdict_from_the_real_judge(tmp_path):
+    found, rng = session(tmp_path), random.Random(1)
+    fitting = []
+    while len(fitting) < 2:
+        values = {choice.name: rng.choice(choice.values) for choice in found.choices if choice.name != "BLOCK_M"}
+        if found.read(found.base.with_literals(**values), SETTING).fits:
+            fitting.append(values)
+    verdicts = found.sweep([*fitting, {"NUM_STAGES": 2}], SETTING, lambda done, text: None, lambda: None)
+    assert sum(verdicts.values()) == 3
+    assert verdicts[DOES_NOT_FIT] == 1
+    assert all(item.verdict and item.reason for item in found.history.trials())
+    assert "judge_error" not in verdicts
