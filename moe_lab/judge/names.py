@@ -24,6 +24,8 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MAX_DEPTH = 24
 #: How many values one expression may have before the answer is called unknown.
 _MAX_VALUES = 64
+#: How many expressions are looked at for one answer before it is called unknown: names fan out.
+_MAX_STEPS = 2_000
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -33,7 +35,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 _FOLDED: dict[str, Callable[..., Any]] = {"max": max, "min": min, "int": int, "abs": abs, "round": round}
 
 
-@dataclass
+@dataclass(eq=False)
 class Scope:
     """The module or one function, and what its names are bound to.
 
@@ -113,6 +115,10 @@ class Names:
         #: Annotations are evaluated by nobody or by TileLang, so the rules treat them apart.
         self.annotations: set[ast.AST] = set()
         self._calls: dict[str, list[tuple[ast.Call, Scope]]] = {}
+        self._returns: dict[Scope, list[ast.expr]] = {}
+        self._answers: dict[ast.AST, tuple[list[Definition], bool]] = {}
+        self._values: dict[ast.AST, tuple[set[Any], bool]] = {}
+        self._steps: int | None = None
         self._escaped: set[str] = set()
         self._collect(tree)
         self._index_calls()
@@ -202,6 +208,8 @@ class Names:
                 self._calls.setdefault(node.func.id, []).append((node, scope))
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node not in called:
                 self._escaped.add(node.id)
+            elif isinstance(node, ast.Return) and node.value is not None:
+                self._returns.setdefault(scope, []).append(node.value)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -211,15 +219,27 @@ class Names:
         Returns:
             The sources that were found, and whether there can be no other.
         """
-        found: list[Definition] = []
-        complete = self._follow(node, scope, (), found, frozenset(), 0)
-        return found, complete
+        if node not in self._answers:
+            outermost = self._steps is None
+            if outermost:
+                self._steps = _MAX_STEPS
+            found: list[Definition] = []
+            complete = self._follow(node, scope, (), found, frozenset(), 0)
+            exhausted = self._steps is not None and self._steps <= 0
+            if outermost:
+                self._steps = None
+            elif exhausted:
+                return found, False  # asked by another question that ran out: the next one may do better
+            self._answers[node] = found, complete and not exhausted
+        return self._answers[node]
 
     def _follow(
         self, node: ast.AST, scope: Scope, path: tuple[int, ...], found: list[Definition],
         seen: frozenset[tuple[ast.AST, tuple[int, ...]]], depth: int,
     ) -> bool:  # fmt: skip
-        if depth > _MAX_DEPTH or len(found) > _MAX_VALUES:
+        if self._steps is not None:
+            self._steps -= 1
+        if depth > _MAX_DEPTH or len(found) > _MAX_VALUES or (self._steps is not None and self._steps <= 0):
             return False
         if (node, path) in seen:
             return True
@@ -391,11 +411,10 @@ class Names:
         seen: frozenset[tuple[ast.AST, tuple[int, ...]]], depth: int,
     ) -> bool:  # fmt: skip
         inner = self.scopes[function]
-        complete = True
-        for node, scope in self.nodes:
-            if isinstance(node, ast.Return) and scope is inner and node.value is not None:
-                complete &= self._follow(node.value, inner, path, found, seen, depth + 1)
-        return complete
+        answers = [
+            self._follow(value, inner, path, found, seen, depth + 1) for value in self._returns.get(inner, [])
+        ]  # fmt: skip
+        return all(answers)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -408,8 +427,12 @@ class Names:
         return self._constants(node, scope, 0)
 
     def _constants(self, node: ast.AST, scope: Scope, depth: int) -> tuple[set[Any], bool]:
+        if node in self._values:
+            return self._values[node]
         if depth > _MAX_DEPTH:
             return set(), False
+        # Until the answer is there, a value that is made from itself is unknown.
+        self._values[node] = set(), False
         found, complete = self.definitions(node, scope)
         values: set[Any] = set()
         for item in found:
@@ -426,6 +449,7 @@ class Names:
                     complete &= self._fold(_FOLDED[name], arguments, item.scope, values, depth)
                 case _:
                     complete = False
+        self._values[node] = values, complete
         return values, complete
 
     def _fold(

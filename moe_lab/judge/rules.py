@@ -283,6 +283,7 @@ class _Checker:
         self.findings: dict[tuple[str, int, int], Finding] = {}
         self._kernels: dict[ast.AST, bool] = {}
         self._dotted: dict[ast.AST, set[str]] = {}
+        self._origins: dict[ast.AST, set[str]] = {}
         self._stores = self._module_stores()
         annotations = [*self.names.annotations]
         annotations += [node.annotation for node, _ in self.names.nodes if isinstance(node, ast.AnnAssign)]
@@ -362,20 +363,19 @@ class _Checker:
         calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
         return any("Kernel" in self.tilelang(call, inner) for call in calls)
 
-    def origin(self, node: ast.AST, scope: Scope, depth: int = 0) -> set[str]:
+    def origin(self, node: ast.AST, scope: Scope) -> set[str]:
         """Arguments of run_kernel whose values an expression carries; "fresh" for a tensor without values yet."""
-        found: set[str] = set()
-        if depth > 12:
-            return found
-        for item in self.names.definitions(node, scope)[0]:
-            found |= self._origin_of(item, depth)
-        return found
+        if node not in self._origins:
+            self._origins[node] = set()  # what a value made from itself adds to itself
+            for item in self.names.definitions(node, scope)[0]:
+                self._origins[node] |= self._origin_of(item)
+        return self._origins[node]
 
-    def _origin_of(self, item: Definition, depth: int) -> set[str]:
+    def _origin_of(self, item: Definition) -> set[str]:
         node, scope = item.node, item.scope
 
         def of(inner: ast.AST) -> set[str]:
-            return self.origin(inner, scope, depth + 1)
+            return self.origin(inner, scope)
 
         match node:
             case ast.arg(arg=name):

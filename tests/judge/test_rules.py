@@ -447,3 +447,14 @@ def test_unknown_profile() -> None:
 def test_deep_nesting_is_one_sentence() -> None:
     with pytest.raises(SubmissionError):
         check(Submission("X = " + "+".join(["1"] * 20_000)))
+
+
+def test_names_that_fan_out_or_chase_themselves_end() -> None:
+    chain = "".join(
+        f"def f{i}(x, y=None):\n    if x:\n        return f{i + 1}(y, x)\n    return f{i + 1}(x, f{i + 1}(y))\n\n\n"
+        for i in range(40)
+    )
+    assert (
+        check(module(chain + "def f40(x, y=None):\n    return f0(y, x)", "a = f0(out)\na = a.b\nb = b if b else a"))
+        == []
+    )
