@@ -18,11 +18,12 @@ import ipywidgets
 
 from moe_lab import steps
 from moe_lab.contract import CASES
-from moe_lab.devices import device
+from moe_lab.devices import device as find_device
 from moe_lab.display import show
-from moe_lab.errors import MoeLabError
+from moe_lab.errors import ContractError, MoeLabError
 from moe_lab.explorer import HERE, Choice, Session, Setting, Stopped, draw_trials, grid
 from moe_lab.readout import Gauge, Readout, draw, draw_roofline
+from moe_lab.routings import routing as find_routing
 from moe_lab.routings import routings
 from moe_lab.submission import LiteralValue, Submission
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from moe_lab.judge import Report
 
-#: What the device menu offers; the last is whatever this machine has.
+#: What the device menu offers, besides whatever this machine has.
 _DEVICES = ("c500", "h200")
 
 # The second rule hides the static figure below a panel that is alive; a code host has no live panel and shows it.
@@ -165,9 +166,14 @@ def _case_options() -> list[tuple[str, int]]:
     ]
 
 
-def _device_options(*, here: bool) -> list[tuple[str, str]]:
-    options = [(device(name).title, name) for name in _DEVICES]
-    return [*options, ("this machine", HERE)] if here else options
+def _device_options(first: str) -> list[tuple[str, str]]:
+    """The devices of the menu; one that is not among them comes first.
+
+    Raises:
+        DataError: if ``first`` is no device.
+    """
+    keys = _DEVICES if first in (*_DEVICES, HERE) else (find_device(first).name, *_DEVICES)
+    return [(find_device(key).title, key) for key in keys]
 
 
 # --- tile explorer ---------------------------------------------------------------------------------------------------
@@ -187,6 +193,7 @@ class TileExplorer(_Panel):
     Raises:
         SubmissionError: for a name that is no step, or text that is no Python.
         DataError: for a device or routing that does not exist.
+        ContractError: for a case that is none of the contest's.
     """
 
     def __init__(
@@ -202,8 +209,11 @@ class TileExplorer(_Panel):
         self.session = Session(step, history, target)
         if device is None:
             device = "c500" if isinstance(step, Submission) or steps.find(step).branch != "hopper" else "h200"
+        if case not in CASES:
+            raise ContractError(f"got case {case!r}, expected one of {', '.join(map(str, CASES))}")
+        find_routing(case, routing)
         names = [each.name for each in routings() if each.case == case]
-        self._device = _menu("device", _device_options(here=True), device)
+        self._device = _menu("device", [*_device_options(device), ("this machine", HERE)], device)
         self._case = _menu("case", _case_options(), case)
         self._routing = _menu("routing", [(name, name) for name in names], routing)
         self._literals = {choice.name: _literal(choice) for choice in self.session.choices if len(choice.values) > 1}
