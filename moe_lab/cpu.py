@@ -12,7 +12,7 @@ out. A block runs from start to end before the next one begins, and the threads 
   still runs.
 
 What is dropped is said once, by a warning and in :func:`notes`. Results are those of the kernel's arithmetic in the
-order written; speed means nothing.
+order written. Speed means nothing here, and what goes wrong between threads (a missing barrier) cannot show.
 """
 
 from __future__ import annotations
@@ -106,29 +106,32 @@ def _say(message: str) -> None:
         warnings.warn(message, CPUMeaningWarning, stacklevel=4)
 
 
-class _Refused:
+class Refused:
     """A name that exists but cannot be used here: it fails when it is used, not when it is imported."""
 
-    def __init__(self, message: str) -> None:
-        self._message = message
+    def __init__(self, message: str, error: type[BackendError] = UnsupportedOnCPUError) -> None:
+        """Remember what to raise and what to say."""
+        self._error, self._message = error, message
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise UnsupportedOnCPUError(self._message)
+        """Raise."""
+        raise self._error(self._message)
 
     def __getattr__(self, name: str) -> None:
+        """Raise for any use, but let Python itself look for its own names."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedOnCPUError(self._message)
+        raise self._error(self._message)
 
 
 def _instead(name: str) -> str | None:
     return next((instead for pattern, instead in _REFUSED if re.fullmatch(pattern, name)), None)
 
 
-def _refuse(name: str, module: str = "T") -> _Refused:
+def _refuse(name: str, module: str = "T") -> Refused:
     instead = _instead(name)
     reason = f"use {instead}" if instead else "it runs on its own card only"
-    return _Refused(f"got {module}.{name}, which has no meaning on a CPU: {reason}")
+    return Refused(f"got {module}.{name}, which has no meaning on a CPU: {reason}")
 
 
 def compiler() -> str:
@@ -174,8 +177,9 @@ def compile_flags() -> list[str]:
     return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{key}"]
 
 
+@functools.cache
 def apply() -> None:
-    """Give TileLang's names their CPU meaning, in this process, for good.
+    """Give TileLang's names their CPU meaning, in this process, once and for good.
 
     Raises:
         BackendError: for no C++ compiler or a TileLang whose C backend this was not written for.
@@ -197,9 +201,7 @@ def apply() -> None:
         facade.__dict__["__getattr__"] = functools.partial(_unknown_name, facade)
     tilelang.autotune = _refuse("autotune", "tilelang")
     install_vendor_modules(_cpu_vendor_name)
-    _replace_everywhere(
-        {id(tilelang.PassConfigKey): _tolerant_keys(tilelang.PassConfigKey)}, only=("tilelang", "tilelang.transform")
-    )
+    accept_unknown_pass_configs()
     _patch_gemm()
     _patch_jit(flags)
     # TileLang logs every kernel that it finds in memory again.
@@ -296,7 +298,7 @@ def _meanings(T: types.ModuleType) -> dict[int, object]:  # noqa: N803
     return new
 
 
-def _unknown_name(facade: types.ModuleType, name: str) -> _Refused:
+def _unknown_name(facade: types.ModuleType, name: str) -> Refused:
     if name.startswith("_"):
         raise AttributeError(f"module {facade.__name__!r} has no attribute {name!r}")
     if _instead(name):
@@ -305,7 +307,7 @@ def _unknown_name(facade: types.ModuleType, name: str) -> _Refused:
 
     near = difflib.get_close_matches(name, dir(facade), n=1)
     hint = f"did you mean T.{near[0]}?" if near else "a name of a vendor's build runs on its own card only"
-    return _Refused(f"got T.{name}, which TileLang {tilelang.__version__} does not have: {hint}")
+    return Refused(f"got T.{name}, which TileLang {tilelang.__version__} does not have: {hint}")
 
 
 class _VendorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -351,8 +353,11 @@ def _cpu_vendor_name(module: str, name: str) -> object:
     return _refuse(name, module)
 
 
-def _tolerant_keys(keys: Any) -> Any:
-    """TileLang's PassConfigKey, with a text for every key that this version does not know."""
+def accept_unknown_pass_configs() -> None:
+    """Let ``tilelang.PassConfigKey.X`` be a text where this version has no such key, instead of an error."""
+    import tilelang
+
+    keys: Any = tilelang.PassConfigKey
 
     class Keys(type):
         def __getattr__(cls, name: str) -> Any:
@@ -372,7 +377,8 @@ def _tolerant_keys(keys: Any) -> Any:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, keys)
 
-    return Keys("PassConfigKey", (), {})
+    # Only where submissions read the name: TileLang's own modules keep the enumeration.
+    _replace_everywhere({id(keys): Keys("PassConfigKey", (), {})}, only=("tilelang", "tilelang.transform"))
 
 
 def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any]:
