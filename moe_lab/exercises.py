@@ -12,7 +12,9 @@ and the one that behaves like the reader's answer gives the answer its name.
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -102,16 +104,19 @@ def check(key: str, answer: Any) -> None:
     exercise = EXERCISES.get(key)
     if exercise is None:
         raise ExerciseError(f"got exercise {key!r}, expected one of {', '.join(EXERCISES)}")
-    expected = exercise.observe(exercise.run(exercise.solution))
     failure: Exception | None = None
     got: Observation = []
     try:
         got = exercise.observe(answer)
     except Exception as error:  # noqa: BLE001 -- whatever a reader's code raises becomes one sentence
         failure = error
-    if failure is None and _same(got, expected):
+    gap = _has_gap(answer)
+    # A solution may take a run of the judge to observe: not for a gap that says so itself.
+    untouched = gap and (failure is not None or any(item is ... for _, item in got))
+    expected = got if untouched else exercise.observe(exercise.run(exercise.solution))
+    if not untouched and failure is None and _same(got, expected):
         print(f"Right. {exercise.lesson}")
-    elif _has_gap(answer):
+    elif gap:
         print(
             "Not filled in yet: replace the ... above and run this cell again. Three hints and the solution are below."
         )
@@ -1247,10 +1252,84 @@ def relative_time(a, b):
     ),
 )
 
+
+def _of_a_cheat(answer: Any) -> Observation:
+    """Observe a function that edits the baseline's text, by what the judge says to the result."""
+    from moe_lab.steps import step
+
+    source = step("s0_baseline").source
+    edited = answer(source)
+    if not isinstance(edited, str):
+        return [("cheat(source)", edited)]
+    return [("cheat(source)", "the same text" if edited == source else _judged(edited))]
+
+
+@functools.cache
+def _judged(source: str) -> str:
+    """What one routing of the judge says to a text."""
+    from moe_lab.judge import Verdict, judge
+    from moe_lab.judge.plan import Plan, structural_groups
+    from moe_lab.submission import Submission
+
+    plan = Plan(structural_groups(random.Random(0))[:1], variants=False, fit=False, timing=False)
+    verdict = judge(Submission(source, "cheat.py"), seed=1, plan=plan).verdict
+    if verdict in (Verdict.WRONG_ANSWER, Verdict.RULE_VIOLATION):
+        return "caught"
+    return "accepted" if verdict is Verdict.ACCEPTED else "a file that does not run"
+
+
+_SUBMISSION = (
+    Exercise(
+        key="cheat",
+        notebook="08_your_submission",
+        title="A cheat of your own",
+        task=_block("""
+Edit the text of a submission so that it still runs and does *less* than it should: skip work, keep something from an
+earlier call, hope that nobody looks. `source` is the baseline's text; return the edited text. The check hands it to the
+judge (about 15 seconds) and is content when it is caught.
+"""),
+        answer="cheat",
+        gap=_block("""
+def cheat(source):
+    \"\"\"The text of a submission, edited so that it works less and hopes to pass.\"\"\"
+    return ...
+"""),
+        hints=(
+            "What would be right for one call, or for one routing, and wrong for the next?",
+            "`source.replace(old, new)` edits the text. The kernel is launched by the line that reads `kernel(`, with "
+            "four spaces before it; what stands before that line decides whether it is reached.",
+            "Put `if SEEN:`, `return` and `SEEN[0] = True` before the launch, and `SEEN = {}` beside `KERNELS = {}`.",
+        ),
+        solution=_block("""
+def cheat(source):
+    \"\"\"The text of a submission, edited so that it works less and hopes to pass.\"\"\"
+    only_once = "    if SEEN:\\n        return\\n    SEEN[0] = True\\n    kernel(\\n"
+    return source.replace("    kernel(\\n", only_once).replace("KERNELS = {}", "KERNELS = {}\\nSEEN = {}")
+"""),
+        mistakes=(
+            Mistake(
+                "nothing was replaced: what `replace` looks for must be in the text to the letter, spaces included",
+                'def cheat(source):\n    return source.replace("kernel.launch()", "pass")',
+            ),
+            Mistake(
+                "the edited file no longer runs; a cheat has to look honest until its numbers are compared",
+                'def cheat(source):\n    return source.replace("kernel(\\n", "krenel(\\n")',
+            ),
+            Mistake(
+                "the change does no harm: every row is still right (if yours is not, you have found a hole in the "
+                "judge, and its authors would like to see the file)",
+                'def cheat(source):\n    return source + "# cheating\\n"',
+            ),
+        ),
+        observe=_of_a_cheat,
+        lesson="From call to call the judge changes tokens, weights, routing and what out holds, and compares each.",
+    ),
+)
+
 #: Every exercise by key, in the order of the notebooks.
 EXERCISES: dict[str, Exercise] = {
     exercise.key: exercise
-    for block in (_START, _NAIVE, _PADDING, _ROOFLINE, _KERNEL, _BASELINE, _EXPLORER, _LADDER)
+    for block in (_START, _NAIVE, _PADDING, _ROOFLINE, _KERNEL, _BASELINE, _EXPLORER, _LADDER, _SUBMISSION)
     for exercise in block
 }
 
