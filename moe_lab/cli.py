@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from moe_lab.errors import MoeLabError
+from moe_lab.errors import MoeLabError, SubmissionError
 
 
 class Profile(str, Enum):
@@ -136,15 +136,20 @@ def judge(
 
     from moe_lab.judge import Verdict
     from moe_lab.judge import judge as run
-    from moe_lab.submission import Submission
 
-    Submission.from_file(file)  # a file that cannot be read is a usage error, not a verdict
+    if not file.is_file():
+        raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
     console = Console(stderr=True)
     with console.status(f"reading {file.name}") as status:
+        said = ""
 
         def progress(text: str) -> None:
+            nonlocal said
             status.update(text)
-            if not console.is_terminal:
+            # A log gets one line for each case, a terminal one line that changes.
+            head = text.partition(":")[0].partition(" (")[0]
+            if not console.is_terminal and head != said:
+                said = head
                 print(text, file=sys.stderr, flush=True)
 
         report = run(file, profile=profile.value, seed=seed, progress=progress)
@@ -163,6 +168,41 @@ def explain(
     from moe_lab.judge.rules import explain as text_of
 
     print(text_of(rule))
+
+
+@app.command()
+def fit(
+    file: Annotated[Path, typer.Argument(help="Python file with run_kernel")],
+    device: Annotated[str, typer.Option(metavar="NAME", help="device to fit into, see data/devices.csv")] = "c500",
+    case: Annotated[int, typer.Option(min=1, max=3, metavar="N", help="contest case")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
+    lower: Annotated[bool, typer.Option("--lower", help="ask TileLang too: takes seconds, runs host code")] = False,
+) -> None:
+    """What the tiles of a submission cost, and whether a device can pay. Exit code 1 if it cannot.
+
+    The file is read, not run. Groups are taken as equal: 142 rows for every expert.
+    """
+    import json
+
+    from rich.console import Console
+
+    from moe_lab import tiles
+    from moe_lab.contract import CASES
+    from moe_lab.devices import device as device_of
+    from moe_lab.devices import devices
+    from moe_lab.submission import Submission
+
+    wanted = device_of(device)
+    submission = Submission.from_file(file)
+    found = tiles.resources(submission, CASES[case])
+    fits = [tiles.fit(found, wanted)]
+    lowered = tiles.lowered_figures(submission, CASES[case], wanted) if lower else []
+    if as_json:
+        print(json.dumps({**tiles.as_dict(found, fits), "lowered": lowered}, indent=2, allow_nan=False))
+    else:
+        others = [item for item in devices().values() if item.kind == "gpu" and item.name != wanted.name]
+        tiles.print_fit(Console(), found, fits[0], [tiles.fit(found, item) for item in others], lowered)
+    raise typer.Exit(1 if fits[0].fits is False else 0)
 
 
 def main() -> None:

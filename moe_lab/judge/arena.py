@@ -129,7 +129,9 @@ class Arena:
             if wide:
                 position = region.stop + tail
             if tail:
-                self._guards.append((f"after {argument.name}" if wide else f"beside {argument.name}", region.stop, tail))
+                self._guards.append(
+                    (f"after {argument.name}" if wide else f"beside {argument.name}", region.stop, tail)
+                )
         self.size_bytes = _pages(position)
         self.path = path
         with path.open("wb") as file:

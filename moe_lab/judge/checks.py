@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
@@ -85,6 +84,7 @@ def check_group(
             if failure:
                 problem = Problem(verdict, group, failure, list(history))
                 if verdict is Verdict.WRONG_ANSWER:
+                    failure.pattern = diagnose.pattern_of(made)
                     failure.cause = diagnose.cause_of(history)
                 if stop_at_first:
                     break
@@ -128,7 +128,11 @@ def _call_problem(made: Made) -> tuple[Verdict, Failure | None]:
 def _history_problem(history: Sequence[Made], must_launch: bool) -> Failure | None:
     """What only shows over several calls: answers without a launch, replays of a repeated input, threads left."""
     usual = max(made.launches for made in history)
-    fresh = [made.seconds for made in history[1:] if made.call.change != "nothing"]
+    repeats = [made for made in history if made.call.change == "nothing"]
+    fresh_s = min((made.seconds for made in history if made.call.change != "nothing"), default=0.0)
+    replayed = (
+        bool(repeats) and fresh_s > _REPLAY_LEAST_S and fresh_s > _REPLAY_FACTOR * max(made.seconds for made in repeats)
+    )
     for made in history:
         if made.launches == 0 and must_launch:
             what = "answered without launching a TileLang kernel"
@@ -137,12 +141,10 @@ def _history_problem(history: Sequence[Made], must_launch: bool) -> Failure | No
             else:
                 what += ", expected the work to be done by kernels: torch is for shapes and buffers"
             return Failure(call=made.number, what=what)
-        if made.call.change == "nothing" and (
-            made.launches < usual or (fresh and median(fresh) > max(_REPLAY_LEAST_S, _REPLAY_FACTOR * made.seconds))
-        ):
+        if made.call.change == "nothing" and (replayed or made.launches < usual):
             what = (
                 f"answered a repeated input with {made.launches} kernel launches in {1e3 * made.seconds:.1f} ms, new "
-                f"inputs take {usual} and {1e3 * median(fresh):.1f} ms: results are kept and replayed, which the "
+                f"inputs take {usual} and at least {1e3 * fresh_s:.1f} ms: results are kept and replayed, which the "
                 "contest forbids"
             )
             return Failure(call=made.number, what=what)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from moe_lab.inputs import Inputs
 from moe_lab.judge.session import Made
 
-#: Relative Frobenius distance below which a row is said to be what a mistake would have answered.
-_SAME = 5e-3
+#: As :attr:`Hypothesis.same`, where the mistake is a rounding: other roundings differ by no more than 5e-3.
+_SAME_ROUNDING = 8e-4
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
 #: Part of the wrong rows for which a mistake's answer has to be known.
@@ -39,11 +39,14 @@ class Hypothesis:
 
     Attributes:
         cause: the sentence that is shown, without a full stop.
-        answer: raw row numbers (R,) to what the mistake would have answered there, (R, H) fp32; NaN where unknown.
+        answer: raw row numbers (R,) to what the mistake would have answered there, (R, H) fp32; infinite where
+            unknown.
+        same: relative Frobenius distance below which a row is what this mistake would have answered.
     """
 
     cause: str
     answer: Callable[[torch.Tensor], torch.Tensor]
+    same: float = 5e-3
 
 
 def cause_of(history: Sequence[Made]) -> str | None:
@@ -62,39 +65,54 @@ def cause_of(history: Sequence[Made]) -> str | None:
     if wrong.numel() > _MAX_ROWS:
         wrong = wrong[torch.linspace(0, wrong.numel() - 1, _MAX_ROWS, device=wrong.device).long()]
     got = made.out[made.inputs.valid_rows[wrong]].float()
+    # Where whole columns are right, only the others can tell.
+    columns = _wrong_columns(made)
     best, explained = None, 0.0
     for hypothesis in _hypotheses(history):
-        share = _agreement(hypothesis.answer(wrong), got)
+        share = _agreement(hypothesis.answer(wrong)[:, columns], got[:, columns], hypothesis.same)
         if share > explained + 0.01:
             best, explained = hypothesis, share
         if explained > _SURE:
             break
-    where = pattern_of(made)
-    if best is None or explained < _NAMED:
-        return where
-    if explained <= _SURE:
-        return f"{best.cause} (explains {explained:.0%} of the wrong rows)"
-    # Which rows says more about an answer that is missing than that it is missing.
-    return f"{best.cause}: {where}" if where and best.cause.startswith("not written") else best.cause
+    # One NaN is like another, so they alone are no reason to name a mistake.
+    enough = _NAMED if torch.isfinite(got).all(dim=1).float().mean() > _NAMED else _SURE
+    if best is None or explained < enough:
+        return _precision(made)
+    return best.cause if explained > _SURE else f"{best.cause} (explains {explained:.0%} of the wrong rows)"
+
+
+def _precision(made: Made) -> str | None:
+    """What to say of an answer that is a little wrong everywhere."""
+    result = made.comparison
+    if result.judge_rows.any() or result.row_error is None or result.wrong_rows.float().mean() < _NAMED:
+        return None
+    return (
+        f"less precision than fp16 somewhere: a row is off by up to {result.row_error:.2%} of its norm, where rounding "
+        "to fp16 costs 0.04% and one rounding to bf16 0.16%"
+    )
 
 
 def _rows_of(answers: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return answers.__getitem__
 
 
-def _agreement(answer: torch.Tensor, got: torch.Tensor) -> float:
-    """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
-
-    A mistake that reads past the end of an array is known on the other rows only, which may be the smaller part.
-    """
-    known = ~torch.isnan(answer).all(dim=1) | torch.isnan(got).all(dim=1)
-    if known.float().mean() < _KNOWN:
+def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float) -> float:
+    """Part of the rows that agree, of those where the answer is known; 0 if fewer than half are known."""
+    known = ~torch.isinf(answer).any(dim=1)
+    if known.float().mean() < 0.5:
         return 0.0
     answer, got = answer[known], got[known]
     same_bits = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
     distance = (answer - got).norm(dim=1)
-    close = distance <= _SAME * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5
+    close = distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5
     return float((same_bits | close).float().mean())
+
+
+def _wrong_columns(made: Made) -> torch.Tensor:
+    """(H,) bool, columns with a wrong element in a wrong row."""
+    ratio = torch.nan_to_num(made.comparison.ratio[made.comparison.wrong_rows], nan=torch.inf)
+    columns = (ratio > 1).any(dim=0)
+    return columns if columns.any() else torch.ones_like(columns)
 
 
 def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
@@ -104,7 +122,7 @@ def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
     yield from _remembered(history)
     yield from _route_weights(made.inputs)
     yield from _formulas(made.inputs)
-    yield from _indices(made.inputs)
+    yield from _indices(made)
     yield from _reductions(made.inputs)
     yield from _roundings(made.inputs)
 
@@ -175,9 +193,9 @@ def _route_weights(inputs: Inputs) -> Iterator[Hypothesis]:
         return Hypothesis(cause, lambda rows: _unweighted(inputs, rows) * factor(rows)[:, None])
 
     def at(index: torch.Tensor) -> torch.Tensor:
-        """Weight at an index, NaN (unknown) outside."""
+        """Weight at an index, unknown outside."""
         inside = (index >= 0) & (index < len(weights))
-        return torch.where(inside, weights[index.clamp(0, max(0, len(weights) - 1))], torch.nan)
+        return torch.where(inside, weights[index.clamp(0, max(0, len(weights) - 1))], torch.inf)
 
     yield weighted("the route weight is missing", lambda rows: torch.ones(len(rows), device=device))
     yield weighted("the route weight is applied twice", lambda rows: weights[rows].square())
@@ -222,8 +240,8 @@ def _formulas(inputs: Inputs) -> Iterator[Hypothesis]:
     yield formula("ReLU instead of SiLU", lambda g, u: F.relu(g) * u)
 
 
-def _indices(inputs: Inputs) -> Iterator[Hypothesis]:
-    layout = inputs.layout
+def _indices(made: Made) -> Iterator[Hypothesis]:
+    inputs, layout = made.inputs, made.inputs.layout
     experts = layout.num_experts
     for shift in (1, -1):
         which = "next" if shift > 0 else "previous"
@@ -236,7 +254,7 @@ def _indices(inputs: Inputs) -> Iterator[Hypothesis]:
             yield Hypothesis(f"the {which} expert's {name} is used", partial(_answers, replace(inputs, **rolled)))
     yield Hypothesis("expert 0 is used for every row", partial(_answers, inputs, expert_of=([0] * experts).__getitem__))
     tokens = inputs.stacked_expert_tokens
-    compact = torch.full_like(tokens, torch.nan)
+    compact = tokens.clone()
     compact[inputs.valid_rows] = tokens[: layout.num_rows]
     yield Hypothesis(
         "the tokens are read at raw rows; they live at padded rows, group_padded_offsets[e] + row",
@@ -248,7 +266,7 @@ def _indices(inputs: Inputs) -> Iterator[Hypothesis]:
             partial(_answers, replace(inputs, stacked_expert_tokens=tokens.roll(-shift, 0))),
         )
     yield Hypothesis(
-        "the result is written to raw rows of out instead of padded rows", lambda rows: _compact(inputs, rows)
+        "the result is written to raw rows of out instead of padded rows", lambda rows: _compact(made, rows)
     )
     yield Hypothesis("the result is written one row too far", lambda rows: _shifted(inputs, rows, -1))
     yield Hypothesis("the result is written one row too early", lambda rows: _shifted(inputs, rows, 1))
@@ -276,11 +294,7 @@ def _reductions(inputs: Inputs) -> Iterator[Hypothesis]:
         ("hidden", "stage 1", inputs.case.hidden), ("intermediate", "stage 2", inputs.case.intermediate),
     ):  # fmt: skip
         chunks = [chunk for chunk in _CHUNKS if chunk < extent]
-        found = [
-            (f"the {part} {chunk} of {name} are missing from the sum of {stage}", kept)
-            for chunk in chunks
-            for part, kept in (("last", slice(0, extent - chunk)), ("first", slice(chunk, extent)))
-        ]
+        found: list[tuple[str, slice]] = []
         for chunk in chunks:
             found += [
                 (f"only the first {chunk} of {name} are in the sum of {stage}", slice(0, chunk)),
@@ -289,6 +303,11 @@ def _reductions(inputs: Inputs) -> Iterator[Hypothesis]:
                     slice(extent - chunk, extent),
                 ),
             ]
+        found += [
+            (f"the {part} {chunk} of {name} are missing from the sum of {stage}", kept)
+            for chunk in chunks
+            for part, kept in (("last", slice(0, extent - chunk)), ("first", slice(chunk, extent)))
+        ]
         for cause, kept in found:
             yield Hypothesis(cause, partial(_answers, inputs, formula=_cut(name, kept)))
 
@@ -306,7 +325,7 @@ def _roundings(inputs: Inputs) -> Iterator[Hypothesis]:
             h = F.silu(x @ weight(gate).T) * (x @ weight(up).T)
             return (bf16(h) if hidden else h) @ weight(down).T
 
-        return Hypothesis(cause, lambda rows: _answers(inputs, rows, compute))
+        return Hypothesis(cause, lambda rows: _answers(inputs, rows, compute), _SAME_ROUNDING)
 
     same: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
     yield rounded("the hidden activation is rounded to bf16", same, hidden=True)
@@ -366,12 +385,12 @@ def _in_storage(inputs: Inputs) -> torch.Tensor:
 
 
 def _at_storage(inputs: Inputs, storage: torch.Tensor) -> torch.Tensor:
-    """The right answer of whatever row lives at some storage rows; NaN for padding and outside."""
+    """The right answer of whatever row lives at some storage rows; unknown for padding and outside."""
     lookup = _in_storage(inputs)
     inside = (storage >= 0) & (storage < len(lookup))
     raw = torch.where(inside, lookup[storage.clamp(0, len(lookup) - 1)], -1)
     answer = _answers(inputs, raw.clamp_min(0))
-    answer[raw < 0] = torch.nan
+    answer[raw < 0] = torch.inf
     return answer
 
 
@@ -379,11 +398,13 @@ def _shifted(inputs: Inputs, rows: torch.Tensor, shift: int) -> torch.Tensor:
     return _at_storage(inputs, inputs.valid_rows[rows] + shift)
 
 
-def _compact(inputs: Inputs, rows: torch.Tensor) -> torch.Tensor:
-    """A file that writes raw row i to row i of out: what is found at a padded row."""
-    raw = inputs.valid_rows[rows]
-    answer = _answers(inputs, raw.clamp_max(inputs.layout.num_rows - 1))
-    answer[raw >= inputs.layout.num_rows] = torch.nan
+def _compact(made: Made, rows: torch.Tensor) -> torch.Tensor:
+    """What is found at padded rows if raw row i is written to row i of out."""
+    inputs = made.inputs
+    storage = inputs.valid_rows[rows]
+    written = storage < inputs.layout.num_rows
+    answer = made.out_before[storage].float()
+    answer[written] = _answers(inputs, storage[written])
     return answer
 
 
@@ -391,7 +412,7 @@ def _stale_hidden(now: Inputs, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
     """Stage 2 of this call on the hidden activation that an earlier call left at the same padded rows."""
     raw = _in_storage(old)[now.valid_rows[rows]]
     owner_now, owner_old = _owners(now)[rows], _owners(old)[raw.clamp_min(0)]
-    answer = torch.full((len(rows), now.case.hidden), torch.nan, device=rows.device)
+    answer = torch.full((len(rows), now.case.hidden), torch.inf, device=rows.device)
     for index in torch.nonzero(raw >= 0).flatten().tolist():
         x = old.stacked_expert_tokens[old.valid_rows[raw[index]]].float()[None]
         expert = int(owner_old[index])
@@ -431,7 +452,7 @@ def _padding_cause(made: Made) -> str:
             for i, e in enumerate(owner)
         ]
     )
-    if _agreement(answer, now.float()) > _NAMED:
+    if _agreement(answer, now.float(), Hypothesis.same) > _NAMED:
         return "padding rows are computed like valid ones: the store is not masked with actual_rows"
     return "padding rows are written: the store is not masked with actual_rows"
 
@@ -476,7 +497,7 @@ def pattern_of(made: Made) -> str | None:
         residue = _residue(in_group[wrong], (64, 32, 16, 8, 4, 2))
         if residue:
             parts.append(f"rows that are {residue[1]} modulo {residue[0]}")
-    columns = (torch.nan_to_num(made.comparison.ratio, nan=torch.inf) > 1).any(dim=0).cpu()
+    columns = _wrong_columns(made).cpu()
     if columns.any() and not columns.all():
         listed_columns = torch.nonzero(columns).flatten()
         first, final = int(listed_columns[0]), int(listed_columns[-1])
@@ -485,7 +506,7 @@ def pattern_of(made: Made) -> str | None:
             parts.append(f"columns {first} to {final} only")
         elif residue:
             parts.append(f"columns that are {residue[1]} modulo {residue[0]}")
-    return "wrong are " + ", ".join(parts) if parts else None
+    return ", ".join(parts) or None
 
 
 def _tail_block(sizes: Sequence[int], owner: torch.Tensor, in_group: torch.Tensor, block: int) -> torch.Tensor:

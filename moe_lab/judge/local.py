@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import secrets
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from moe_lab import backend
-from moe_lab.contract import ARGUMENTS, ENTRY_POINT
 from moe_lab.errors import MoeLabError, SubmissionError
 from moe_lab.judge import rules
 from moe_lab.judge.checks import Problem, check_group, experiments, new_report
@@ -27,6 +25,8 @@ Profile = Literal["contest", "open"]
 
 #: A submission is a page or two of text; a file beyond this was not written by hand.
 _MAX_SOURCE_BYTES = 1 << 20
+#: What breaking a rule of this kind is called; every other kind is a rule violation.
+_KIND_VERDICTS = {"contract": Verdict.CONTRACT_ERROR, "limit": Verdict.RESOURCE_ERROR}
 
 
 def judge(
@@ -85,6 +85,10 @@ def judge_hash() -> str:
     return digest.hexdigest()
 
 
+def _kind(found: FindingReport) -> str:
+    return rules.RULES[found.rule_id].kind
+
+
 class _Run:
     """One run: fills the report, raises :class:`Stopped` at the first reason to say no."""
 
@@ -97,16 +101,11 @@ class _Run:
         """Everything in order: text, rules, calls, then what never changes the verdict."""
         report = self._report
         submission = self._read(given)
-        problem = signature_problem(submission.tree)
-        if problem:
-            report.contract = problem
-            raise Stopped(Verdict.CONTRACT_ERROR, problem)
         detected = backend.detect()
         report.device, report.versions = detected.name, backend.versions()
         self._device = detected.torch_device
         self._plan = self._given_plan or default_plan(report.seed, self._device)
-        if self._plan.sandboxed:
-            self._check_rules(submission)
+        self._check_rules(submission)
         self._run_groups(submission)
         if self._plan.variants:
             report.variants = run_variants(
@@ -151,13 +150,16 @@ class _Run:
                 rule_id=found.rule_id, level=found.level, message=found.message, line=found.line, column=found.column
             )
             for found in rules.check(submission, self._report.profile)
+            if self._plan.sandboxed or rules.RULES[found.rule_id].kind == "contract"
         ]
         broken = [found for found in self._report.findings if found.level == "violation"]
         if broken:
-            first = broken[0]
+            # The contract first: a file without run_kernel has little use for the rest.
+            first = min(broken, key=lambda found: _kind(found) != "contract")
             where = f"line {first.line}: " if first.line is not None else ""
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-            raise Stopped(Verdict.RULE_VIOLATION, f"{where}{first.message}{more}; `moe-lab explain {first.rule_id}`")
+            verdict = _KIND_VERDICTS.get(_kind(first), Verdict.RULE_VIOLATION)
+            raise Stopped(verdict, f"{where}{first.message}{more}; `moe-lab explain {first.rule_id}`")
 
     def _session(self, submission: Submission, groups: tuple[Group, ...]) -> Session:
         return Session(
@@ -212,51 +214,6 @@ class _Run:
                         return
             except Stopped:
                 return
-
-
-def signature_problem(tree: ast.Module) -> str | None:
-    """What is wrong with the definition of ``run_kernel``, or None.
-
-    Args:
-        tree: the parsed file.
-    """
-    expected = [argument.name for argument in ARGUMENTS]
-    found = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    entries = [node for node in found if node.name == ENTRY_POINT]
-    if not entries:
-        return (
-            f"got no function {ENTRY_POINT} at module level, expected def {ENTRY_POINT}({', '.join(expected)}), "
-            "usually because it has another name or sits inside something else"
-        )
-    entry = entries[-1]
-    if isinstance(entry, ast.AsyncFunctionDef):
-        return f"line {entry.lineno}: got async def {ENTRY_POINT}, expected a plain def"
-    if entry.decorator_list:
-        return f"line {entry.lineno}: got a decorator on {ENTRY_POINT}, expected none"
-    arguments = entry.args
-    names = [argument.arg for argument in arguments.posonlyargs + arguments.args]
-    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults or arguments.posonlyargs:
-        return (
-            f"line {entry.lineno}: got defaults, keyword-only or starred parameters on {ENTRY_POINT}, expected exactly "
-            "the ten plain ones of the contract"
-        )
-    if names != expected:
-        wrong = next(
-            (index for index, (got, want) in enumerate(zip(names, expected, strict=False)) if got != want),
-            min(len(names), len(expected)),
-        )
-        got = repr(names[wrong]) if wrong < len(names) else "nothing"
-        want = repr(expected[wrong]) if wrong < len(expected) else "nothing"
-        return (
-            f"line {entry.lineno}: got {len(names)} parameters on {ENTRY_POINT}, expected 10 in the contract's order; "
-            f"parameter {wrong + 1} is {got}, expected {want}"
-        )
-    annotated = [argument.arg for argument in arguments.args if argument.annotation] or (
-        ["the return value"] if entry.returns else []
-    )
-    if annotated:
-        return f"line {entry.lineno}: got an annotation on {annotated[0]}, expected none: it can fail in the contest"
-    return None
 
 
 def _accepted_sentence(report: Report) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 
 from moe_lab.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
@@ -161,7 +162,7 @@ def structural_groups(rng: random.Random) -> tuple[Group, ...]:
     return (first, *rest)
 
 
-def state_group(rng: random.Random) -> Group:
+def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256) -> Group:
     """Many calls with one set of shapes: what a file remembers between calls shows here.
 
     Each kind of change comes at least once, most arguments staying as they were, so that a cache that looks at only
@@ -193,7 +194,7 @@ def state_group(rng: random.Random) -> Group:
                 slot=slot,
             )
         )
-    return Group("many calls, one shape", 256, 256, tuple(calls), garbage="noise")
+    return Group("many calls, one shape", hidden, intermediate, tuple(calls), garbage="noise")
 
 
 def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ...]:
@@ -209,7 +210,7 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
             sizes = [group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))]
             sizes.append(tuple(rng.sample(sizes[0], len(sizes[0]))))
         else:
-            expert, rows = rng.randrange(1, case.num_experts), rng.randint(2, BLOCK_TOKEN)
+            expert, rows = rng.randrange(1, case.num_experts), rng.randint(2, 40)
             sizes = [tuple(rows if index == expert else 0 for index in range(case.num_experts))] * 2
         first, second = sizes
         calls = (
@@ -273,7 +274,11 @@ def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
 
     def weights(rows: int, columns: int) -> torch.Tensor:
-        made = torch.zeros(experts, rows, columns, dtype=torch.float16, device=device)
+        if group.sparse:
+            # numpy's zeros are pages that the system only hands out when somebody writes to them.
+            made = torch.from_numpy(np.zeros((experts, rows, columns), dtype=np.float16))
+        else:
+            made = torch.empty(experts, rows, columns, dtype=torch.float16, device=device)
         for expert, size in enumerate(call.sizes):
             if size or not group.sparse:
                 drawn = torch.randn(rows, columns, generator=generator, device=device)

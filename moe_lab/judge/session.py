@@ -188,7 +188,13 @@ class Session:
         limits = self._limits
         # Sparse files count with their full length as address space.
         mapped = 2 * max((group.mapped_bytes for group in self._groups), default=0)
-        start = {"event": "start", "memory_bytes": limits.memory_bytes + mapped, "file_bytes": limits.file_bytes}
+        start = {
+            "event": "start",
+            "memory_bytes": limits.memory_bytes + mapped,
+            "file_bytes": limits.file_bytes,
+            # A file that never names TileLang does not wait for its import.
+            "tilelang": "tilelang" in self._submission.source,
+        }
         assert self._worker is not None
         try:
             self._worker.request(start, limits.start_s)

@@ -72,6 +72,7 @@ class Failure(_Strict):
         padded_row, raw_row: the same row in both index spaces.
         got, expected: values; None where the number is not finite.
         wrong_rows, rows: how many rows of the call are wrong, of how many.
+        pattern: what the wrong rows and columns have in common.
         cause: the usual mistake whose answer this is, if one fits.
     """
 
@@ -87,6 +88,7 @@ class Failure(_Strict):
     expected: float | None = None
     wrong_rows: int = 0
     rows: int = 0
+    pattern: str | None = None
     cause: str | None = None
 
     def __str__(self) -> str:
@@ -101,7 +103,8 @@ class Failure(_Strict):
         if self.expected is not None:
             got = "not a finite number" if self.got is None else f"{self.got:.6g}"
             values = f": got {got}, expected {self.expected:.6g}"
-        count = f" ({self.wrong_rows} of {self.rows} rows)" if self.rows else ""
+        pattern = f": {self.pattern}" if self.pattern else ""
+        count = f" ({self.wrong_rows} of {self.rows} rows{pattern})" if self.rows else ""
         return f"{self.what}{count}" + (f"; first at {', '.join(where)}" if where else "") + values
 
 
@@ -208,7 +211,6 @@ class Report(_Strict):
         started: UTC, ISO 8601.
         seconds: wall time.
         findings: rules.
-        contract: signature and return value, "ok" or a sentence.
         cases: structural cases, in the order they ran.
         variants: open questions.
         fit: C500 resources, one sentence each.
@@ -229,7 +231,6 @@ class Report(_Strict):
     started: str
     seconds: float = 0.0
     findings: list[FindingReport] = Field(default_factory=list)
-    contract: str = "ok"
     cases: list[CaseReport] = Field(default_factory=list)
     variants: list[VariantReport] = Field(default_factory=list)
     fit: list[str] = Field(default_factory=list)
@@ -329,11 +330,13 @@ class Report(_Strict):
         for finding in self.findings:
             where = f"line {finding.line}, column {finding.column}: " if finding.line is not None else ""
             parts.append(Text(f"{finding.level} {finding.rule_id}: {where}{finding.message}"))
+        if not any(finding.level == "violation" for finding in self.findings) and self.cases:
+            parts.append(Text("rules and signature: ok"))
         if self.cases:
-            parts.append(self._case_table())
+            parts += [self._case_table(), Text(_LEGEND, style="dim")]
         for variant in self.variants:
             mark = {True: "robust", False: "not robust", None: "not run"}[variant.robust]
-            parts.append(Text(f"variant {variant.name}: {mark}. {variant.sentence}"))
+            parts.append(Text(f"variant {variant.name}: {mark}: {variant.sentence}"))
         parts += [Text(f"C500 fit: {line}") for line in self.fit]
         parts += [
             Text(
@@ -349,22 +352,31 @@ class Report(_Strict):
         return parts
 
     def _case_table(self) -> Table:
-        table = Table(title=None, show_edge=False, pad_edge=False)
-        for column in ("case", "E x H x I", "calls"):
-            table.add_column(column)
-        for column in ("error / judge tol.", "error / strict bound", "row error"):
-            table.add_column(column, justify="right")
-        for column in ("padding", "guards", "inputs", "result"):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("case", no_wrap=True)
+        table.add_column("E, H, I", no_wrap=True)
+        for column in ("calls", "0.05", "fp16"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for column in ("padding", "result"):
             table.add_column(column)
         for case in self.cases:
+            wrong = [text for text in (case.guards, case.inputs) if text not in ("intact", "unchanged")]
+            failed = ": ".join(["FAIL", *wrong]) if case.calls else "no answer"
             table.add_row(
-                case.name, f"{case.num_experts} x {case.hidden} x {case.intermediate}", str(case.calls),
-                _number(case.judge_ratio, "{:.3f}"), _number(case.strict_ratio, "{:.3f}"),
-                _number(case.row_error, "{:.1e}"), case.padding, case.guards, case.inputs,
-                Text("pass", "green") if case.passed else Text("FAIL", "red"),
+                case.name, f"{case.num_experts}, {case.hidden}, {case.intermediate}", str(case.calls),
+                _number(case.judge_ratio), _number(case.strict_ratio), case.padding,
+                Text("pass", "green") if case.passed else Text(failed, "red"),
             )  # fmt: skip
         return table
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else form.format(value)
+_LEGEND = (
+    "0.05: largest error as a part of what the contest's tolerance allows; fp16: as a part of what rounding to fp16 "
+    "explains. Both must stay below 1 on every row, and padding rows must be zero."
+)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "NaN/Inf"
+    return f"{value:.3f}" if value < 100 else f"{value:.1e}"

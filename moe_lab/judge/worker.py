@@ -146,16 +146,15 @@ class _Session:
                     stream.flush()
             self._channel.send(answer)
 
-    def _start(self, memory_bytes: int, file_bytes: int) -> Message:
+    def _start(self, memory_bytes: int, file_bytes: int, tilelang: bool) -> Message:
         from moe_lab import backend
 
-        detected = backend.detect()
-        backend.prepare()
-        import tilelang  # noqa: F401 - its import belongs to the start, not to the submission's time
-
+        self._device = backend.detect().torch_device
         self._garbage.install()
-        self._launches.install()
-        self._device = detected.torch_device
+        if tilelang:
+            # Its import belongs to the start, not to the submission's time.
+            backend.prepare()
+            self._launches.install()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         if self._device == "cpu":
