@@ -23,6 +23,9 @@ from moe_lab.submission import Submission
 #: Index arithmetic of generated code: loop counters, thread numbers, constants and operators, but no buffer.
 _ARITHMETIC = re.compile(r"(?:\(int(?:32_t|64_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
 
+_SHADES = {
+    "+": "background-color:#dbeafe;color:#111111", "-": "background-color:#ffe4c7;color:#111111", "@": "opacity:0.6",
+}  # fmt: skip
 _CASTS = re.compile(r"reinterpret_cast<[^<>]*>")
 
 
@@ -48,6 +51,15 @@ class Listing:
         count = self.text.count("\n")
         where = f"Lines {self.first_line} to {self.first_line + count}:\n\n" if self.first_line else ""
         return f"{where}```{self.language}\n{self.text}\n```"
+
+    def _repr_html_(self) -> str | None:
+        """Differences in colour; the signs at the beginning of the lines say the same."""
+        if self.language != "diff":
+            return None
+        shown = (
+            f'<span style="{_SHADES.get(line[:1], "")}">{html.escape(line)}</span>' for line in self.text.splitlines()
+        )
+        return '<pre style="font-family:monospace;font-size:12px;line-height:1.35">' + "\n".join(shown) + "</pre>"
 
 
 def lines(submission: Submission, first: str, last: str | None = None, *, occurrence: int = 1) -> Listing:
@@ -113,7 +125,7 @@ def _cut(text: str, start: int, end: int) -> str:
     return textwrap.dedent("\n".join(text.splitlines()[start : end + 1]))
 
 
-def difference(old: Submission, new: Submission, context: int = 2) -> Listing:
+def difference(old: Submission, new: Submission, context: int = 1) -> Listing:
     """What changes from one submission to another; lines that only moved to the right or left count as equal.
 
     Args:

@@ -43,6 +43,14 @@ def test_indentation_alone_is_no_change() -> None:
     assert changed == ["+    if A:"]
 
 
+def test_differences_are_escaped_and_shaded() -> None:
+    shown = difference(FILE, Submission(FILE.source.replace("return 0", "return x < 0"), "new.py"))._repr_html_()
+    assert shown is not None
+    assert shown.count("#dbeafe") == shown.count("#ffe4c7") == 1
+    assert "return x &lt; 0" in shown
+    assert lines(FILE, "if x")._repr_html_() is None
+
+
 def test_only_long_arithmetic_is_cut() -> None:
     line = (
         "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
