@@ -726,7 +726,7 @@ class _Interpreter:
                 return self.method(owner, node, scope)
         target = self.value(node.func, scope)
         args = list(self.value_tuple(ast.Tuple(node.args, ast.Load()), scope))
-        kwargs = {item.arg: self.value(item.value, scope) for item in node.keywords if item.arg}
+        kwargs = self.keywords(node, scope)
         if isinstance(target, _Function):
             return self.call_function(target, args, kwargs)
         if isinstance(target, _Kernel):
@@ -745,6 +745,16 @@ class _Interpreter:
             except (ArithmeticError, TypeError, ValueError) as error:
                 return Unknown(f"`{ast.unparse(node)}` fails: {error}")
         return Unknown(f"`{ast.unparse(node)}` is not read")
+
+    def keywords(self, node: ast.Call, scope: _Scope) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for item in node.keywords:
+            value = self.value(item.value, scope)
+            if item.arg:
+                found[item.arg] = value
+            elif isinstance(value, dict):
+                found |= {str(key): part for key, part in value.items()}
+        return found
 
     def method(self, owner: Any, node: ast.Call, scope: _Scope) -> Any:
         assert isinstance(node.func, ast.Attribute)
@@ -767,7 +777,7 @@ class _Interpreter:
         if isinstance(owner, _Kernel):
             return Unknown(f"`{ast.unparse(node)}` is known at run time only")
         if isinstance(owner, _Function) and owner.kind == "builder" and name in ("compile", "__call__"):
-            return self.call_function(owner, args, {k.arg: self.value(k.value, scope) for k in node.keywords if k.arg})
+            return self.call_function(owner, args, self.keywords(node, scope))
         return owner if isinstance(owner, Unknown) else Unknown(f"`{ast.unparse(node)}` is known at run time only")
 
     def known_call(self, target: _Module, args: list[Any], kwargs: dict[str, Any], node: ast.expr) -> Any:

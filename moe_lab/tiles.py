@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from moe_lab.anatomy import Branch, Buffer, Launch, Loop, Node, Op, Unknown, product, walk
 from moe_lab.contract import Case
@@ -22,6 +22,9 @@ from moe_lab.interpreter import launches
 from moe_lab.layout import GroupedLayout
 from moe_lab.roofline import balanced, work
 from moe_lab.submission import Submission
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Every buffer starts at a multiple of it, and so does what follows the last one (TileLang for sm_80).
 _ALIGN_BYTES = 16
@@ -496,3 +499,124 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
     limited_by = min(limits, key=lambda key: limits[key]) if limits and not reasons else ""
     grid_waves = kernel.blocks / (resident * device.processors) if resident and kernel.blocks else None
     return KernelFit(kernel, tuple(reasons), waves, resident, limited_by, grid_waves)
+
+
+def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
+    """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
+    return {
+        "submission": found.submission.name,
+        "source_hash": found.submission.source_hash,
+        "case": {
+            "name": found.case.name, "num_experts": found.case.num_experts, "hidden": found.case.hidden,
+            "intermediate": found.case.intermediate, "num_tokens": found.case.num_tokens,
+        },
+        "group_sizes": list(found.layout.sizes),
+        "padding_waste": found.layout.waste,
+        "work_ratio": found.work_ratio,
+        "weight_passes": found.weight_passes(),
+        "kernels": [asdict(kernel) for kernel in found.kernels],
+        "devices": [
+            {
+                "device": item.device.name,
+                "fits": item.fits,
+                "kernels": [
+                    {
+                        "stage": part.kernel.stage, "reasons": list(part.reasons),
+                        "waves_of_threads": part.waves_of_threads, "blocks_per_processor": part.blocks_per_processor,
+                        "limited_by": part.limited_by, "grid_waves": part.grid_waves,
+                        "wave_efficiency": part.wave_efficiency,
+                    }
+                    for part in item.kernels
+                ],
+            }
+            for item in fits
+        ],
+        "unknown": list(found.unknown),
+    }  # fmt: skip
+
+
+def lowered_figures(submission: Submission, case: Case, device: Device) -> list[dict[str, Any]]:
+    """What TileLang's own lowering says, in a child process that runs the submission's host code.
+
+    For a card with 64 lanes sm_80 gives the shared memory and gfx90a, a stand-in and not that card, the layout
+    inference for 64 lanes; for a Hopper its own target gives both.
+
+    Returns:
+        One entry a target: "target", "stand_in" (whether the target is another card's), "error" (None or TileLang's
+        reason) and "kernels", each with name, shared_bytes, threads and grid.
+    """
+    from moe_lab.lowering import Lowering, lower_many
+
+    targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
+    targets += ["gfx90a"] if device.lanes == 64 else []
+    figures = []
+    answers = lower_many([Lowering(submission, case, target) for target in targets])
+    for target, answer in zip(targets, answers, strict=True):
+        failed = not isinstance(answer, list)
+        kernels = [
+            {"name": item.name, "shared_bytes": item.shared_bytes, "threads": item.threads, "grid": list(item.grid)}
+            for item in (answer if isinstance(answer, list) else ())
+        ]
+        figures.append(
+            {
+                "target": target, "stand_in": target != device.architecture, "error": str(answer) if failed else None,
+                "kernels": kernels,
+            }
+        )  # fmt: skip
+    return figures
+
+
+def print_fit(
+    console: Console, found: Resources, chosen: Fit, others: Sequence[Fit], lowered: Sequence[dict[str, Any]]
+) -> None:
+    """Print a fit for people: needs against limits, why not, what it costs, other devices in a line each.
+
+    Args:
+        console: a rich console.
+        found: from :func:`resources`.
+        chosen: the device asked for.
+        others: more devices.
+        lowered: from :func:`lowered_figures`, empty if it was not asked for.
+    """
+    from rich.table import Table
+
+    device, layout = chosen.device, found.layout
+    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[chosen.fits]
+    console.print(f"{found.submission.name} on {device.title}, {found.case.name}: [bold]{verdict}[/bold]")
+    table = Table("", *(f"stage {kernel.stage}" for kernel in found.kernels), "limit")
+    kernels, parts = found.kernels, chosen.kernels
+    table.add_row("shared memory, bytes", *(_text(k.shared_bytes) for k in kernels), str(device.shared_per_block_bytes))
+    table.add_row("accumulators, registers a thread", *(_text(k.accumulator_registers) for k in kernels), "")
+    limit = str(device.registers_per_thread)
+    table.add_row("all fragments, registers a thread", *(f">= {_text(k.fragment_registers)}" for k in kernels), limit)
+    table.add_row("threads a block", *(_text(k.threads) for k in kernels), _text(device.threads_per_block, "-"))
+    table.add_row(f"waves of {device.lanes} lanes a block", *(_text(p.waves_of_threads) for p in parts), "")
+    resident = (f"{_text(p.blocks_per_processor)} ({p.limited_by})" if p.limited_by else "0" for p in parts)
+    table.add_row("blocks a processor at most", *resident, "")
+    grids = (" x ".join(_text(extent) for extent in k.grid) for k in kernels)
+    table.add_row("grid", *grids, f"{device.processors} processors")
+    rounds = (f"{p.grid_waves:.2f} ({p.wave_efficiency:.0%} full)" if p.grid_waves else "-" for p in parts)
+    table.add_row("rounds of the grid", *rounds, "")
+    console.print(table)
+    for part in parts:
+        for reason in part.reasons:
+            console.print(f"- {reason}")
+    passes = ", ".join(f"{name} {_text(value)}" for name, value in found.weight_passes().items())
+    console.print(f"reads of each weight: {passes} (1 is the least; what the caches catch counts too)")
+    ratio = f"{found.work_ratio:.2f}" if found.work_ratio else "an unknown number of"
+    console.print(f"arithmetic: {ratio} times what is needed; {layout.waste:.0%} of the padded rows are padding")
+    for text in found.unknown:
+        console.print(f"- cannot evaluate {text}", markup=False)
+    if found.unknown and not lowered:
+        console.print("  `moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code")
+    for figure in lowered:
+        label = f"lowered for {figure['target']}" + (f", a stand-in for {device.title}" if figure["stand_in"] else "")
+        parts_text = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
+        console.print(f"{label}: {figure['error'] or '; '.join(parts_text)}", markup=False)
+    if others:
+        words = {True: "fits", False: "no", None: "?"}
+        console.print("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
+
+
+def _text(value: float | None, unknown: str = "?") -> str:
+    return unknown if value is None else f"{value:g}" if isinstance(value, float) else str(value)
