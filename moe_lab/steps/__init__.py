@@ -62,9 +62,10 @@ STEPS: dict[str, Step] = {
         Step("c4_skip_empty", "c500", "empty blocks skip all work, padding rows are written as 0", "c3_k64"),
         Step("c5_column_panels", "c500", "column panels of 4 blocks: neighbours share weight tiles", "c4_skip_empty"),
         Step("c6_copy_width", "c500", "weight tiles are copied 16 bytes a lane at a time", "c5_column_panels"),
-        Step("c7_assume", "c500", "promised bounds of the expert number: no check on a weight load", "c6_copy_width"),
-        Step("c8_memory_guards", "c500", "an option: memory guards off, with its published risk", "c7_assume"),
-        Step("c9_shared_layout", "c500", "an option: swizzled shared tiles", "c8_memory_guards", recommended=True),
+        Step("c7_prefetch_up", "c500", "up weights travel while gate is multiplied: no wait", "c6_copy_width"),
+        Step("c8_assume", "c500", "promised bounds of the expert number: no check on a weight load", "c7_prefetch_up"),
+        Step("c9_memory_guards", "c500", "an option: memory guards off, with its published risk", "c8_assume"),
+        Step("c10_shared_layout", "c500", "an option: swizzled shared tiles", "c9_memory_guards", recommended=True),
     )
 }
 

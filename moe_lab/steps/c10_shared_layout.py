@@ -1,4 +1,4 @@
-"""C500 step 8: the pass that guards memory accesses can be switched off. An option with a risk, off by default.
+"""C500 step 10: the layout of the shared tiles can be chosen. An option for the C500 only, off by default.
 
 Stage 1 computes ``silu(x @ gate_w.T) * (x @ up_w.T)`` into a workspace, stage 2 multiplies it by ``down_w`` and the
 route weight. Tokens are grouped by expert and every group starts at a multiple of 128 rows, so a block of 128 padded
@@ -28,6 +28,11 @@ STAGE2_PANEL = 4
 PANEL_ORDER = "column"
 # fp16 values that one lane copies at once: 8 are 16 bytes, the widest load there is.
 WEIGHT_COPY_WIDTH = 8
+# Values that stay side by side in a shared tile while the groups of a row change places from row to row, so that the
+# lanes of a wave read from different banks. 0 leaves the layout to TileLang. A wave of the C500 multiplies 16 rows of 4
+# values, and others saw 4 (with WEIGHT_COPY_WIDTH = 4) gain 2 to 4% there. Cards of other makers read 8 values at once
+# and refuse it or compute nonsense.
+SWIZZLE_VECTOR = 0
 # Others saw cases 2 and 3 get 9 to 11% faster with True, and wrong answers more often: without the guards a tile that
 # sticks out of a tensor is read and written beyond its end. H, I and P must then be multiples of the tiles, the block
 # map must be exact, and nothing tells you when they are not.
@@ -41,12 +46,25 @@ KERNELS = {}
 WORKSPACES = {}
 
 
+def _swizzle(row, column, num_columns):
+    """Where (row, column) of a shared tile lies: the groups of a row change places by an exclusive or with the row."""
+    num_groups = num_columns // SWIZZLE_VECTOR
+    group = T.bitwise_xor(column // SWIZZLE_VECTOR, row % min(16, num_groups))
+    return row, group * SWIZZLE_VECTOR + column % SWIZZLE_VECTOR
+
+
 @tilelang.jit(pass_configs={
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
     tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: DISABLE_MEMORY_GUARDS,
 })
 def _moe_forward_kernel(hidden, intermediate, num_experts, total_padded_tokens, total_valid_tokens, num_blocks_m):
     """Build both launches for one set of sizes: H, I, E, P padded rows, N raw rows, blocks of 128 rows."""
+
+    def stage1_layout(row, column):
+        return _swizzle(row, column, STAGE1_BLOCK_K)
+
+    def stage2_layout(row, column):
+        return _swizzle(row, column, STAGE2_BLOCK_K)
 
     @T.prim_func
     def moe_forward(
@@ -68,8 +86,15 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, total_padded_tokens, 
             tokens_shared = T.alloc_shared((BLOCK_M, STAGE1_BLOCK_K), "float16")
             # First the gate weights, then the up weights: half the shared memory, so two blocks fit on a processor.
             weight_shared = T.alloc_shared((STAGE1_BLOCK_N, STAGE1_BLOCK_K), "float16")
+            # Where the up weights wait until the shared tile is free: 16 registers of a thread, no shared memory.
+            up_fragment = T.alloc_fragment((STAGE1_BLOCK_N, STAGE1_BLOCK_K), "float16")
             gate_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "float32")
             up_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "float32")
+            if SWIZZLE_VECTOR > 0:
+                T.annotate_layout({
+                    tokens_shared: T.Layout((BLOCK_M, STAGE1_BLOCK_K), stage1_layout),
+                    weight_shared: T.Layout((STAGE1_BLOCK_N, STAGE1_BLOCK_K), stage1_layout),
+                })
             T.use_swizzle(STAGE1_PANEL, order=PANEL_ORDER)
 
             expert = group_idx_for_bx[bx]
@@ -87,19 +112,21 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, total_padded_tokens, 
                 T.clear(up_acc)
                 # A plain loop: a tile that is written twice in one step cannot be pipelined.
                 for k in T.serial(T.ceildiv(hidden, STAGE1_BLOCK_K)):
-                    T.copy(stacked_expert_tokens[block_start, k * STAGE1_BLOCK_K], tokens_shared)
                     T.copy(
                         gate_w[expert, by * STAGE1_BLOCK_N, k * STAGE1_BLOCK_K], weight_shared,
+                        coalesced_width=WEIGHT_COPY_WIDTH,
+                    )
+                    T.copy(stacked_expert_tokens[block_start, k * STAGE1_BLOCK_K], tokens_shared)
+                    # Ordinary loads, issued early: a load stalls its thread when the value is used, not before.
+                    T.copy(
+                        up_w[expert, by * STAGE1_BLOCK_N, k * STAGE1_BLOCK_K], up_fragment,
                         coalesced_width=WEIGHT_COPY_WIDTH,
                     )
                     T.sync_threads()
                     T.gemm(tokens_shared, weight_shared, gate_acc, transpose_B=True)
                     # No thread may overwrite the tile while another still multiplies with it.
                     T.sync_threads()
-                    T.copy(
-                        up_w[expert, by * STAGE1_BLOCK_N, k * STAGE1_BLOCK_K], weight_shared,
-                        coalesced_width=WEIGHT_COPY_WIDTH,
-                    )
+                    T.copy(up_fragment, weight_shared)
                     T.sync_threads()
                     T.gemm(tokens_shared, weight_shared, up_acc, transpose_B=True)
                     T.sync_threads()
@@ -117,6 +144,11 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, total_padded_tokens, 
             logits_shared = T.alloc_shared((BLOCK_M, STAGE2_BLOCK_K), "float16")
             down_shared = T.alloc_shared((STAGE2_BLOCK_N, STAGE2_BLOCK_K), "float16")
             out_acc = T.alloc_fragment((BLOCK_M, STAGE2_BLOCK_N), "float32")
+            if SWIZZLE_VECTOR > 0:
+                T.annotate_layout({
+                    logits_shared: T.Layout((BLOCK_M, STAGE2_BLOCK_K), stage2_layout),
+                    down_shared: T.Layout((STAGE2_BLOCK_N, STAGE2_BLOCK_K), stage2_layout),
+                })
             T.use_swizzle(STAGE2_PANEL, order=PANEL_ORDER)
 
             expert = group_idx_for_bx[bx]
