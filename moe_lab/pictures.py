@@ -84,6 +84,41 @@ def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
     return figure
 
 
+def index_spaces(layout: GroupedLayout) -> Figure:
+    """Every row twice: with its raw number, without gaps, and with its padded number, and a line between the two.
+
+    Args:
+        layout: a small one, some tens of rows.
+    """
+    rows = layout.num_padded_rows
+    figure, (axes,) = _figure(9, 2.5)
+    valid = dict(zip(layout.raw_to_padded, range(layout.num_rows), strict=True))
+    for row in range(rows):
+        expert = layout.block_map[row // layout.block]
+        colour = _EXPERT_COLOURS[expert % len(_EXPERT_COLOURS)]
+        ink = "white" if colour == BLUE else "black"
+        if row in valid:
+            raw = valid[row]
+            for x, y, number in ((raw, 1.6, raw), (row, 0.0, row)):
+                _box(axes, x + 0.04, y, 0.92, 0.6, colour)
+                axes.text(x + 0.5, y + 0.3, str(number), ha="center", va="center", fontsize=11, color=ink)
+            axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=colour, linewidth=1.5)
+        else:
+            _box(axes, row + 0.04, 0.0, 0.92, 0.6, "white", hatch="////", edgecolor="#BBBBBB")
+            axes.text(row + 0.5, 0.3, str(row), ha="center", va="center", fontsize=11)
+    for expert, size in enumerate(layout.sizes):
+        if size:
+            middle = layout.padded_offsets[expert] + size / 2
+            axes.text(middle, -0.25, f"expert {expert}", ha="center", va="center", fontsize=9)
+    for y, text in ((1.9, "raw rows:\nroute weights"), (0.3, "padded rows:\ntokens, out")):
+        axes.text(-0.2, y, text, ha="right", va="center", fontsize=9)
+    for block in range(rows // layout.block + 1):
+        axes.plot((block * layout.block,) * 2, (-0.1, 0.7), color="black", linewidth=1.2)
+    axes.set_xlim(-0.22 * rows, rows + 0.1)
+    axes.set_ylim(-0.4, 2.3)
+    return figure
+
+
 def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> Figure:
     """One step of the K loop of ``c = a @ b.T``: two tiles are read, and all of c is updated.
 
