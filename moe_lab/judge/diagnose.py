@@ -97,9 +97,12 @@ def _rows_of(answers: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float) -> float:
-    """Part of the rows that agree, of those where the answer is known; 0 if fewer than half are known."""
+    """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
+
+    A mistake that reads past the end of an array is known on the other rows only, often the smaller part.
+    """
     known = ~torch.isinf(answer).any(dim=1)
-    if known.float().mean() < 0.5:
+    if known.float().mean() < _KNOWN:
         return 0.0
     answer, got = answer[known], got[known]
     same_bits = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
