@@ -15,6 +15,7 @@ from moe_lab.errors import MoeLabError, SubmissionError
 from moe_lab.judge import rules
 from moe_lab.judge.checks import Problem, check_group, experiments, new_report
 from moe_lab.judge.compare import error_map
+from moe_lab.judge.fit import c500_fit
 from moe_lab.judge.plan import Group, Plan, default_plan
 from moe_lab.judge.session import Progress, Session, Stopped
 from moe_lab.judge.variants import run_variants
@@ -107,6 +108,10 @@ class _Run:
         self._plan = self._given_plan or default_plan(report.seed, self._device)
         self._check_rules(submission)
         self._run_groups(submission)
+        if self._plan.fit:
+            self._check_fit(submission)
+        if self._device == "cpu":
+            report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
         if self._plan.variants:
             report.variants = run_variants(
                 submission,
@@ -197,6 +202,15 @@ class _Run:
                 f"({', '.join(sorted(set(session.strangers)))}), expected none: a submission computes in run_kernel "
                 "and nowhere else",
             )
+
+    def _check_fit(self, submission: Submission) -> None:
+        self._say("lowering the contest's cases")
+        fit = c500_fit(submission)
+        self._report.fit = list(fit.lines)
+        self._report.not_measured += fit.unknown
+        if fit.problems and self._report.profile == "contest":
+            raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
+        self._report.fit += [f"does not fit: {problem}" for problem in fit.problems]
 
     def _explain(self, submission: Submission, problem: Problem) -> None:
         """Draw the error map and, where no usual mistake fits, ask the file itself what it depends on."""

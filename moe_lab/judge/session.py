@@ -31,12 +31,14 @@ class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of t
     Attributes:
         verdict: what that means.
         sentence: why, for people.
+        alive: whether the worker could take another call, as after an exception.
     """
 
-    def __init__(self, verdict: Verdict, sentence: str) -> None:
+    def __init__(self, verdict: Verdict, sentence: str, *, alive: bool = False) -> None:
         super().__init__(sentence)
         self.verdict = verdict
         self.sentence = sentence
+        self.alive = alive
 
 
 @dataclass(frozen=True)
@@ -216,11 +218,12 @@ class Session:
         except WorkerEnded as end:
             raise _ended(end, self._doing, self._limits) from None
         if answer["event"] == "error":
-            raise _raised(answer)
+            verdict, sentence = _raised(answer)
+            raise Stopped(verdict, sentence, alive=answer["phase"] == "call")
         return answer
 
 
-def _raised(answer: Message) -> Stopped:
+def _raised(answer: Message) -> tuple[Verdict, str]:
     """The verdict for an exception inside the submission."""
     where = f"line {answer['line']}" if answer["line"] else "the file"
     if answer["function"] not in (None, "<module>"):
@@ -229,16 +232,17 @@ def _raised(answer: Message) -> Stopped:
     short = message if len(message) <= 400 else message[:200] + " ... " + message[-180:]
     text = f"{answer['kind']}: {short}" if short else answer["kind"]
     if answer["rule_id"]:
-        return Stopped(Verdict.RULE_VIOLATION, f"{where}: {text}; `moe-lab explain {answer['rule_id']}`")
+        return (Verdict.RULE_VIOLATION, f"{where}: {text}; `moe-lab explain {answer['rule_id']}`")
     if answer["kind"] in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in message:
-        return Stopped(Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
+        return (Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
     if answer["stage"] == "compile":
-        return Stopped(Verdict.COMPILE_ERROR, f"{where}: TileLang could not compile the kernel: {text}")
+        return (Verdict.COMPILE_ERROR, f"{where}: TileLang could not compile the kernel: {text}")
     if answer["stage"] == "launch":
-        return Stopped(Verdict.CONTRACT_ERROR, f"{where}: the kernel does not take the contract's tensors: {text}")
+        return (Verdict.CONTRACT_ERROR, f"{where}: the kernel does not take the contract's tensors: {text}")
     when = "while the file was loaded" if answer["phase"] == "load" else "inside run_kernel"
-    return Stopped(
-        Verdict.RUNTIME_ERROR, f"{where}: {text}, raised {when}; the contest shows every exception as a wrong answer"
+    return (
+        Verdict.RUNTIME_ERROR,
+        f"{where}: {text}, raised {when}; the contest shows every exception as a wrong answer",
     )
 
 

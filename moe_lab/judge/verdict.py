@@ -334,9 +334,8 @@ class Report(_Strict):
             parts.append(Text("rules and signature: ok"))
         if self.cases:
             parts += [self._case_table(), Text(_LEGEND, style="dim")]
-        for variant in self.variants:
-            mark = {True: "robust", False: "not robust", None: "not run"}[variant.robust]
-            parts.append(Text(f"variant {variant.name}: {mark}: {variant.sentence}"))
+        if self.variants:
+            parts.append(self._variant_table())
         parts += [Text(f"C500 fit: {line}") for line in self.fit]
         parts += [
             Text(
@@ -367,6 +366,15 @@ class Report(_Strict):
                 _number(case.judge_ratio), _number(case.strict_ratio), case.padding,
                 Text("pass", "green") if case.passed else Text(failed, "red"),
             )  # fmt: skip
+        return table
+
+    def _variant_table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("open question (no part of the verdict)", ratio=2)
+        table.add_column("robust", no_wrap=True)
+        table.add_column("what happens", ratio=3)
+        for variant in self.variants:
+            table.add_row(variant.name, {True: "yes", False: "no", None: "?"}[variant.robust], variant.sentence)
         return table
 
 
