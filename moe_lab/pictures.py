@@ -267,7 +267,7 @@ def two_stages(hidden: int, intermediate: int, block_n: int, chosen: tuple[int, 
                 linestyle="--", linewidth=1,
             )  # fmt: skip
         axes.text(
-            right + 0.02 * width, tops[source] - 0.22,
+            1.02 * width, tops[source] - 0.35,
             f"stage {stage}: one block reads the whole row, writes {block_n} columns", ha="left", va="center",
             fontsize=9,
         )  # fmt: skip
