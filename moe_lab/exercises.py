@@ -1248,7 +1248,7 @@ def relative_time(a, b):
             ((1.00, 1.10, 1.20, 1.30), (0.98, 1.08, 1.19, 1.27)),
             ((1.0, 1.1, 1.2, 1.3, 1.4), (0.95, 1.05, 3.0, 1.23, 1.34)),
         ),
-        lesson="`moe_lab.timing` takes turns too, forwards and then backwards, and gives an interval with every median.",
+        lesson="`moe_lab.timing` takes turns too, forwards and then backwards, and gives every median an interval.",
     ),
 )
 
