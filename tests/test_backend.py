@@ -172,6 +172,54 @@ STYLES = {
 
         run = tilelang.compile(product, target="cuda")
         """,
+    "a trip count known at run time, a tile fetched one step ahead": """
+        import tilelang
+        import tilelang.language as T
+        from tilelang.maca.intrinsics import make_mma_swizzle_layout
+
+        @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg_predicated": True, "tl.disable_vectorize_256": True})
+        def build(dtype):
+            shape = (1, 64, 80)
+
+            @T.prim_func
+            def product(
+                A: T.Tensor(shape, dtype),
+                B: T.Tensor((1, 48, 80), dtype),
+                rows: T.Tensor((1,), T.int32),
+                C: T.Tensor((64, 48), dtype),
+            ):
+                with T.Kernel(1, threads=64) as bx:
+                    a = T.alloc_shared((64, 16), dtype=dtype)
+                    b = T.alloc_shared((48, 16), dtype=dtype)
+                    ahead = T.alloc_fragment((48, 16), dtype=dtype)
+                    c = T.alloc_fragment((64, 48), dtype=T.float32)
+                    T.annotate_layout({a: make_mma_swizzle_layout(a, vecSize=4)})
+                    expert = rows[bx] - 64
+                    active = T.max(0, T.min(64, rows[bx]))
+                    steps = T.if_then_else(active > 0, T.ceildiv(80, 16), 0)
+                    T.clear(c)
+                    T.copy(B[expert, 0:48, 0:16], b)
+                    for k in range(steps):
+                        T.copy(A[expert, 0:64, k * 16 : (k + 1) * 16], a)
+                        if k + 1 < steps:
+                            T.copy(B[expert, 0:48, (k + 1) * 16 : (k + 2) * 16], ahead, coalesced_width=8)
+                        T.gemm(a, b, c, transpose_B=True, policy=T.GemmWarpPolicy.Square, k_pack=2)
+                        T.sync_threads()
+                        T.copy(ahead, b, coalesced_width=4)
+                    for i, j in T.Parallel(64, 48):
+                        if i < active:
+                            C[i, j] = c[i, j] * 1.0
+                        else:
+                            C[i, j] = 0
+
+            return product
+
+        kernel = build("float16")
+
+        def run(a, b, c):
+            import torch
+            kernel(a[None], b[None], torch.tensor([64], dtype=torch.int32), c)
+        """,
     "outputs returned": """
         import tilelang
         import tilelang.language as T
