@@ -103,7 +103,7 @@ def steps(
     """The ladder: every step, the branch it belongs to and its one idea."""
     from rich.console import Console
     from rich.syntax import Syntax
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from moe_lab.steps import STEPS, find
 
@@ -117,10 +117,10 @@ def steps(
         else:
             print(step.diff(), end="")
         return
-    table = Table("step", "after", "branch", "profile", "the one idea")
+    table = Table(Column("step", no_wrap=True), "branch", "after", "the one idea")
     for step in STEPS.values():
-        name = f"{step.name} (start here)" if step.recommended else step.name
-        table.add_row(name, step.after or "-", step.branch, step.profile, step.story)
+        story = f"{step.story} (start here)" if step.recommended else step.story
+        table.add_row(step.name, step.branch, step.after.split("_")[0] if step.after else "-", story)
     console.print(table)
 
 
@@ -203,6 +203,32 @@ def fit(
         others = [item for item in devices().values() if item.kind == "gpu" and item.name != wanted.name]
         tiles.print_fit(Console(), found, fits[0], [tiles.fit(found, item) for item in others], lowered)
     raise typer.Exit(1 if fits[0].fits is False else 0)
+
+
+@app.command()
+def bench(
+    case: Annotated[
+        list[int] | None, typer.Option(min=1, max=3, metavar="N", help="contest case, may be repeated; default: all")
+    ] = None,
+    routing: Annotated[str, typer.Option(metavar="NAME", help="see data/routings/routings.csv")] = "multinomial-0",
+    seed: Annotated[int, typer.Option(min=0, help="of the inputs")] = 0,
+    steps: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="steps to time; default: all meant for this device")
+    ] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="print the standing recorded so far, time nothing")] = False,
+) -> None:
+    """Time all steps and every installed peer in turns, check every output, record it in data/measurements.
+
+    A machine with no GPU runs a small case that shows the harness and says nothing about speed.
+    """
+    from moe_lab import bench as harness
+
+    if summary:
+        for line in harness.summary():
+            print(line)
+        return
+    names = [name.strip() for name in steps.split(",")] if steps else None
+    harness.run(cases=case, routing=routing, seed=seed, steps=names)
 
 
 def main() -> None:
