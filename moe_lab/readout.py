@@ -226,23 +226,23 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
 def _rows(found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None]) -> list[tuple[str, ...]]:
     kernels = found.kernels
     rows: list[tuple[str, ...]] = [
-        ("accumulators a thread", *(_registers(kernel.accumulator_registers) for kernel in kernels)),
-        ("blocks in the grid", *(_grid(kernel) for kernel in kernels)),
+        ("accumulator registers", *(_number(kernel.accumulator_registers) for kernel in kernels)),
+        ("blocks", *(_grid(kernel) for kernel in kernels)),
     ]
     if fit is not None:
         rows += [
-            ("blocks a processor holds", *(_held(kernel) for kernel in fit.kernels)),
-            ("rounds of the grid", *(_rounds(kernel) for kernel in fit.kernels)),
+            ("resident blocks", *(_held(kernel) for kernel in fit.kernels)),
+            ("rounds", *(_rounds(kernel) for kernel in fit.kernels)),
         ]
-    rows.append(("reads of each weight", *("none" if each is None else f"{each:.2f}" for each in passes)))
+    rows.append(("reads of a weight", *("none" if each is None else f"{each:.2f}" for each in passes)))
     ratio = found.work_ratio
-    waste = "unknown" if ratio is None else f"{ratio:.2f} times the useful work"
-    rows.append(("computed, padding included", waste, *("" for _ in kernels[1:])))
+    waste = "unknown" if ratio is None else f"{ratio:.2f} × useful"
+    rows.append(("work with padding", waste, *("" for _ in kernels[1:])))
     return rows
 
 
-def _registers(count: int | None) -> str:
-    return "unknown" if count is None else f"{count} registers"
+def _number(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
 
 
 def _grid(kernel: tiles.KernelResources) -> str:
@@ -260,7 +260,7 @@ def _held(kernel: tiles.KernelFit) -> str:
 def _rounds(kernel: tiles.KernelFit) -> str:
     if not kernel.grid_waves:
         return "none" if kernel.blocks_per_processor == 0 else "unknown"
-    return f"{kernel.grid_waves:.2f}, so {math.ceil(kernel.grid_waves)} ({kernel.wave_efficiency:.0%} full)"
+    return f"{kernel.grid_waves:.2f} in {math.ceil(kernel.grid_waves)} ({kernel.wave_efficiency:.0%} full)"
 
 
 # --- figure ----------------------------------------------------------------------------------------------------------
@@ -313,8 +313,10 @@ def _draw_gauges(axes: Axes, readout: Readout) -> None:
 
 
 def _draw_roofline(axes: Axes, readout: Readout) -> None:
-    axes.set_title("Where it can land on the roofline", fontsize=10, loc="left")
-    roof = readout.roof
+    lands = readout.fits is not False
+    title = "Where it can land on the roofline" if lands else "Where it would land on the roofline, if it fitted"
+    axes.set_title(title, fontsize=10, loc="left")
+    roof, colour = readout.roof, _ORANGE if lands else _VERMILION
     if roof is None:
         axes.set_axis_off()
         axes.text(0.0, 0.5, readout.bound_sentence, va="center", fontsize=9)
@@ -334,13 +336,19 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
     if readout.bound_ms and readout.intensity and readout.uncached_ms:
         ends = [(readout.case_intensity, readout.bound_ms), (readout.intensity, readout.uncached_ms)]
         axes.plot(
-            [at for at, _ in ends], [_tflops(readout.flops, ms) for _, ms in ends], color=_ORANGE, linewidth=2, zorder=1
+            [at for at, _ in ends],
+            [_tflops(readout.flops, ms) for _, ms in ends],
+            color=colour,
+            linewidth=2,
+            zorder=1,
+            linestyle="-" if lands else "--",
         )
         counts = ("once", f"{readout.weight_reads:.2f} times")
         for (at, ms), marker, count in zip(ends, "os", counts, strict=True):
             axes.plot(
-                at, _tflops(readout.flops, ms), marker=marker, markersize=7, color=_ORANGE, markeredgecolor=_LINE,
-                linestyle="none", label=f"each weight read {count}: {ms:.3f} ms",
+                at, _tflops(readout.flops, ms), marker=marker, markersize=7, color=colour if lands else "white",
+                markeredgecolor=_LINE if lands else colour, linestyle="none",
+                label=f"each weight read {count}: {ms:.3f} ms",
             )  # fmt: skip
     axes.set_xlim(low, high)
     axes.set_ylim(top / 30, top * 2)

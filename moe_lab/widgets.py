@@ -51,7 +51,7 @@ _STYLE = """<style>
 .moe-lab-bar > span { position: absolute; top: -2px; bottom: -2px;
   border-left: 2px solid var(--jp-ui-font-color1, #000); }
 .moe-lab-panel table { border-collapse: collapse; font-size: 12px; }
-.moe-lab-panel th, .moe-lab-panel td { padding: 1px 10px 1px 0; text-align: left; vertical-align: top; }
+.moe-lab-panel th, .moe-lab-panel td { padding: 1px 10px 1px 0; text-align: left !important; vertical-align: top; }
 .moe-lab-panel thead th { border-bottom: 1px solid var(--jp-border-color1, #999); }
 .moe-lab-panel pre { max-height: 340px; overflow: auto; line-height: 1.3; font-size: 12px; margin: 4px 0; }
 .moe-lab-scroll { max-height: 230px; overflow: auto; }
