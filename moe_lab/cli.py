@@ -215,7 +215,7 @@ def bench(
     steps: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="steps to time; default: all meant for this device")
     ] = None,
-    summary: Annotated[bool, typer.Option("--summary", help="print the standing recorded so far, time nothing")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="print the recorded standing, time nothing")] = False,
 ) -> None:
     """Time all steps and every installed peer in turns, check every output, record it in data/measurements.
 

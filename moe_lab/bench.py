@@ -1,0 +1,414 @@
+"""The benchmark: all steps and every peer that is installed, in one process, in turns, checked, recorded.
+
+The machine's roofs (a large dense matmul and a large copy) take their turns among the candidates, so they are measured
+at the same clocks. Inputs rotate and the cache is overwritten, so weights come from memory, as in the contest.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lab import backend
+from moe_lab.contract import CASES, JUDGE_TOLERANCE, Case
+from moe_lab.errors import ContractError, DataError
+from moe_lab.inputs import DISTRIBUTIONS, Inputs, group_sizes, make_inputs
+from moe_lab.layout import GroupedLayout
+from moe_lab.peers import PEERS, Peer, forget_copies
+from moe_lab.reference import fused_truth
+from moe_lab.roofline import work
+from moe_lab.routings import routing as recorded_routing
+from moe_lab.steps import STEPS, Step, find
+from moe_lab.timing import Kind, Measurement, Timing, interleave, measurements, new_run, record
+
+#: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
+CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
+#: The routing whose rows the summary reads: each row picks its expert uniformly.
+DEFAULT_ROUTING = "multinomial-0"
+
+_MATMUL, _COPY = "dense matmul", "large copy"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing to time.
+
+    Attributes:
+        kind: "step", "peer" or "roof".
+        name: what it is called in the record.
+        source_hash: of a step.
+        calls: for each input set, the function that issues the work.
+        results: for each input set, the function that gives (N, H) in raw order of the last call; None for a roof.
+        flops, bytes: of one call.
+    """
+
+    kind: Kind
+    name: str
+    source_hash: str | None
+    calls: tuple[Callable[[], Any], ...]
+    results: tuple[Callable[[], torch.Tensor], ...] | None
+    flops: int
+    bytes: int
+
+    def issue(self, index: int) -> None:
+        """Issue the work on one input set; a roof has the same for every set."""
+        self.calls[index % len(self.calls)]()
+
+
+def run(
+    *,
+    cases: Sequence[int] | None = None,
+    routing: str = DEFAULT_ROUTING,
+    seed: int = 0,
+    steps: Sequence[str] | None = None,
+    rounds: int | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Measurement]:
+    """Time everything on this machine's device, check every output, and record it.
+
+    Args:
+        cases: contest cases; all three on a GPU by default. A CPU takes none: it runs :data:`CPU_CASE`.
+        routing: name of a recorded routing, see ``data/routings``.
+        seed: of the inputs.
+        steps: names of steps; by default all that are meant for this device.
+        rounds: timed calls of each candidate; 25 on a GPU and 5 on a CPU by default.
+        folder: where the record goes, ``data/measurements`` by default.
+        say: gets one line at a time.
+
+    Returns:
+        The recorded rows.
+
+    Raises:
+        ContractError: for a case on a CPU or an unknown routing.
+        SubmissionError: for an unknown step.
+        BackendError: if this machine cannot run TileLang.
+    """
+    where = backend.prepare()
+    on_cpu = where.kind == "cpu"
+    if on_cpu and cases:
+        raise ContractError(
+            "got a contest case on a machine with no GPU, expected none: a CPU would need hours, so it runs a small "
+            "case that shows the harness and no speed worth comparing"
+        )
+    chosen = [find(name) for name in steps] if steps else _steps_for(where)
+    problems = [CPU_CASE] if on_cpu else [CASES[number] for number in cases or CASES]
+    rows: list[Measurement] = []
+    run_id, recorded_at = new_run()
+    say(f"run {run_id} on {where.name}" + (" (CPU: shows the harness, says nothing about a GPU)" if on_cpu else ""))
+    versions = " ".join(f"{name}={value.replace(' ', '_')}" for name, value in _versions().items())
+    for case in problems:
+        sizes = _sizes(case, routing, seed)
+        timed = _time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
+        for candidate, timing, error in timed:
+            rows.append(
+                Measurement(
+                    run=run_id, recorded_at=recorded_at, device=where.name, driver=_driver(), versions=versions,
+                    kind=candidate.kind, name=candidate.name, source_hash=candidate.source_hash, case=case.name,
+                    num_experts=case.num_experts, hidden=case.hidden, intermediate=case.intermediate,
+                    num_tokens=case.num_tokens, routing=routing, seed=seed, cache=timing.cache,
+                    rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms,
+                    high_ms=timing.high_ms, flops=candidate.flops, bytes=candidate.bytes, error=error,
+                )
+            )  # fmt: skip
+        for line in render([row for row in rows if row.case == case.name]):
+            say(line)
+    path = record(rows, folder)
+    say(f"recorded {len(rows)} rows in {path}")
+    return rows
+
+
+def _steps_for(where: backend.Backend) -> list[Step]:
+    hopper = where.kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    return [entry for entry in STEPS.values() if entry.branch != "hopper" or hopper]
+
+
+def _sizes(case: Case, name: str, seed: int) -> tuple[int, ...]:
+    for number, contest_case in CASES.items():
+        if contest_case == case:
+            return recorded_routing(number, name).sizes
+    distribution = name.partition("-")[0]
+    if distribution not in DISTRIBUTIONS:
+        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(DISTRIBUTIONS)}")
+    return group_sizes(distribution, case.num_experts, case.num_tokens, seed)
+
+
+def _versions() -> dict[str, str]:
+    found = backend.versions()
+    for name in ("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> str:
+    """Version of the GPU's driver, or of the operating system's kernel on a CPU."""
+    if backend.detect().kind == "cpu":
+        return f"{platform.system()} {platform.release()}"
+    # MetaX has a tool of its own whose output is not known here.
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    return next(iter(done.stdout.split()), "unknown")
+
+
+def _time_case(
+    case: Case, sizes: tuple[int, ...], seed: int, steps: Sequence[Step], rounds: int, say: Callable[[str], None]
+) -> list[tuple[Candidate, Timing, float | None]]:
+    on_cpu = backend.detect().kind == "cpu"
+    sets = [_inputs(case, sizes, seed + number) for number in range(_sets_that_fit(case, sizes, len(steps)))]
+    truths = [fused_truth(inputs) for inputs in sets]
+    candidates: list[Candidate] = []
+    for source in (*steps, *PEERS):
+        name = source.name
+        missing = source.missing(not on_cpu) if isinstance(source, Peer) else ""
+        if missing:
+            say(f"{case.name}: {name} left out: {missing}")
+            continue
+        started = time.perf_counter()
+        try:
+            candidate = _of_step(source, sets) if isinstance(source, Step) else _of_peer(source, sets)
+            wrong = _check(candidate, truths)
+        # A peer or a step that does not compile or run here must not end the others' measurement.
+        except Exception as failure:  # noqa: BLE001
+            wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+        if wrong:
+            say(f"{case.name}: {name} left out: {wrong}")
+            continue
+        say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
+        candidates.append(candidate)
+    candidates += _roofs(on_cpu)
+    timings = interleave(
+        {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
+    )
+    timed: list[tuple[Candidate, Timing, float | None]] = []
+    for candidate in candidates:
+        if candidate.results is None:
+            timed.append((candidate, timings[candidate.name], None))
+            continue
+        # The last timed calls left their results: right before the clock ran and right after.
+        wrong = _check(candidate, truths, call=False)
+        if wrong:
+            say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
+            continue
+        error = max(_error(result(), truth) for result, truth in zip(candidate.results, truths, strict=True))
+        timed.append((candidate, timings[candidate.name], error))
+    forget_copies()
+    return timed
+
+
+def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
+    """Input sets to rotate: three, or as many as a GPU's free memory holds beside the peers' own layouts."""
+    if backend.detect().kind == "cpu":
+        return 2
+    free, _ = torch.cuda.mem_get_info()
+    weights = 2 * 3 * case.num_experts * case.hidden * case.intermediate
+    results = 2 * GroupedLayout(sizes).num_padded_rows * case.hidden * (num_steps + len(PEERS) + 2)
+    # Weights in fp16 and the peers' copy in bf16, one result for each candidate, the fp32 truth.
+    return max(1, min(3, int(0.7 * free / (2.2 * weights + results))))
+
+
+def _inputs(case: Case, sizes: tuple[int, ...], seed: int) -> Inputs:
+    """Inputs drawn on the device: a contest case holds gigabytes of weights, too slow to draw on a CPU."""
+    if backend.detect().kind == "cpu":
+        return make_inputs(case, sizes, seed=seed)
+    small = make_inputs(Case(case.name, case.num_experts, 1, 1, case.num_tokens), sizes, seed=seed, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    experts, hidden, inter = case.num_experts, case.hidden, case.intermediate
+    layout = GroupedLayout(sizes)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="cuda").normal_(0, scale, generator=generator)
+
+    tokens = torch.full((layout.num_padded_rows, hidden), float("nan"), dtype=torch.float16, device="cuda")
+    tokens[small.valid_rows] = normal(layout.num_rows, hidden, scale=1.0)
+    return Inputs(
+        case=case, layout=layout, variant=small.variant, stacked_expert_tokens=tokens,
+        gate_w=normal(experts, inter, hidden, scale=hidden**-0.5),
+        up_w=normal(experts, inter, hidden, scale=hidden**-0.5),
+        down_w=normal(experts, hidden, inter, scale=inter**-0.5),
+        routed_expert_weights=small.routed_expert_weights, group_sizes=small.group_sizes,
+        group_offsets=small.group_offsets, group_padded_offsets=small.group_padded_offsets,
+        group_idx_for_bx=small.group_idx_for_bx, out=torch.zeros_like(tokens),
+    )  # fmt: skip
+
+
+def _of_step(step: Step, sets: Sequence[Inputs]) -> Candidate:
+    submission = step.submission()
+    entry = submission.load()
+    # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
+    own = [inputs.with_out(torch.full_like(inputs.out, float("nan"))) for inputs in sets]
+    return _candidate(
+        "step", step.name, submission.source_hash, sets[0], [functools.partial(entry, *inputs.args) for inputs in own],
+        [functools.partial(_valid_rows, inputs) for inputs in own],
+    )  # fmt: skip
+
+
+def _valid_rows(inputs: Inputs) -> torch.Tensor:
+    return inputs.out[inputs.valid_rows]
+
+
+def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
+    results: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, call: Callable[[], torch.Tensor]) -> None:
+        results[number] = call()
+
+    calls = [functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets)]
+    return _candidate(
+        "peer", peer.name, None, sets[0], calls, [functools.partial(results.__getitem__, n) for n in range(len(sets))]
+    )
+
+
+def _candidate(
+    kind: Kind, name: str, source_hash: str | None, inputs: Inputs, calls: Sequence[Callable[[], Any]],
+    results: Sequence[Callable[[], torch.Tensor]],
+) -> Candidate:  # fmt: skip
+    done = work(inputs.case, inputs.layout.sizes).whole
+    return Candidate(kind, name, source_hash, tuple(calls), tuple(results), done.flops, int(done.bytes))
+
+
+def _roofs(on_cpu: bool) -> list[Candidate]:
+    """A dense square matmul and a copy, both far larger than any cache."""
+    device, size, dtype = ("cpu", 1024, torch.float32) if on_cpu else ("cuda", 8192, torch.float16)
+    generator = torch.Generator(device).manual_seed(0)
+    one, other = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    product = torch.empty_like(one)
+    length = 2**26 if on_cpu else min(2**32, torch.cuda.mem_get_info()[0] // 8)
+    source, target = (torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(2))
+    label = f"{_MATMUL}, {str(dtype).removeprefix('torch.')} {size}^3"
+    multiply = functools.partial(torch.mm, one, other, out=product)
+    copy = functools.partial(target.copy_, source)
+    return [
+        Candidate("roof", label, None, (multiply,), None, 2 * size**3, 3 * size**2 * one.element_size()),
+        Candidate("roof", f"{_COPY}, {length >> 20} MiB", None, (copy,), None, 0, 2 * length),
+    ]
+
+
+def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative error in the Frobenius norm; 0 for no rows."""
+    norm = float(truth.norm())
+    return float((result.float() - truth).norm()) / norm if norm else 0.0
+
+
+def _check(candidate: Candidate, truths: Sequence[torch.Tensor], *, call: bool = True) -> str:
+    """Why the results are wrong, empty if they are not; every element within the judge's tolerance."""
+    assert candidate.results is not None
+    for number, truth in enumerate(truths):
+        if call:
+            candidate.calls[number]()
+        result = candidate.results[number]().float()
+        if result.shape != truth.shape:
+            return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}"
+        off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))
+        if off.any():
+            row, column = (int(part) for part in off.nonzero()[0])
+            return (
+                f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column "
+                f"{column}: {float(result[row, column]):.4g} instead of {float(truth[row, column]):.4g}"
+            )
+    return ""
+
+
+def roof_of(rows: Sequence[Measurement]) -> tuple[float, float]:
+    """Measured peak in TFLOP/s and bandwidth in TB/s of one run and case.
+
+    Raises:
+        DataError: if a roof is missing.
+    """
+    peak = [row.rate_tflops for row in rows if row.kind == "roof" and row.name.startswith(_MATMUL)]
+    bandwidth = [row.rate_gbps / 1000 for row in rows if row.kind == "roof" and row.name.startswith(_COPY)]
+    if not peak or not bandwidth:
+        raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
+    return max(peak), max(bandwidth)
+
+
+def bound_ms(rows: Sequence[Measurement]) -> float:
+    """max(useful FLOPs / measured peak, compulsory bytes / measured bandwidth) of one run and case.
+
+    Raises:
+        DataError: if a roof or a candidate is missing.
+    """
+    peak_tflops, bandwidth_tbps = roof_of(rows)
+    candidates = [row for row in rows if row.kind != "roof"]
+    if not candidates:
+        raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
+    done = candidates[0]
+    return max(done.flops / (peak_tflops * 1e9), done.bytes / (bandwidth_tbps * 1e9))
+
+
+def render(rows: Sequence[Measurement]) -> list[str]:
+    """One aligned line for each row of one run and case, fastest first, and the bound."""
+    bound = bound_ms(rows) if any(row.kind != "roof" for row in rows) else None
+    width = max(len(row.name) for row in rows)
+    lines = [
+        f"{rows[0].case}, {rows[0].routing}, {rows[0].cache} cache, {rows[0].rounds} rounds on {rows[0].device}",
+        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s  x bound     error",
+    ]
+    for row in sorted(rows, key=lambda row: (row.kind == "roof", row.median_ms)):
+        times = f"{row.median_ms:9.4f}  {row.low_ms:8.4f} - {row.high_ms:8.4f}"
+        ratio = f"{row.median_ms / bound:7.2f}" if bound and row.kind != "roof" else " " * 7
+        error = f"{row.error:8.1e}" if row.error is not None else ""
+        lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}  {ratio}  {error}")
+    if bound:
+        lines.append(f"{'bound from the roofs above':{width}}  {bound:9.4f}")
+    return lines
+
+
+def summary(folder: Path | None = None) -> list[str]:
+    """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
+
+    Of each case the newest GPU run counts that has steps, peers and both roofs, with routing
+    :data:`DEFAULT_ROUTING` and a cold cache. ``bound_ratio`` is our best median over the bound of that run,
+    ``vs_best_peer`` is the best peer's median over our best; both from one run, never across runs or devices.
+
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    rows = [
+        row for row in measurements(folder) if row.cache == "cold" and row.routing == DEFAULT_ROUTING
+    ]  # fmt: skip
+    lines = []
+    for number, case in CASES.items():
+        runs: dict[str, list[Measurement]] = {}
+        for row in rows:
+            if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == (
+                case.num_experts, case.hidden, case.intermediate, case.num_tokens,
+            ):  # fmt: skip
+                runs.setdefault(row.run, []).append(row)
+        complete = [
+            part for _, part in sorted(runs.items())
+            if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
+        ]  # fmt: skip
+        if not complete:
+            continue
+        part = complete[-1]
+        ours = min((row for row in part if row.kind == "step"), key=lambda row: row.median_ms)
+        peer = min((row for row in part if row.kind == "peer"), key=lambda row: row.median_ms)
+        bound = bound_ms(part)
+        bound_ratio, vs_best_peer = ours.median_ms / bound, peer.median_ms / ours.median_ms
+        lines.append(
+            f"case {number} bound_ratio={bound_ratio:.3f} vs_best_peer={vs_best_peer:.3f} "
+            f"ours={ours.name} {ours.median_ms:.4f} ms, bound {bound:.4f} ms, best peer {peer.name} "
+            f"{peer.median_ms:.4f} ms, {ours.device}, run {ours.run}"
+        )
+    if not lines:
+        raise DataError(
+            f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
+            "`moe-lab bench` on a machine with a GPU"
+        )
+    return lines

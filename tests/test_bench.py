@@ -1,0 +1,146 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_lab import bench
+from moe_lab.bench import CPU_CASE, Candidate, bound_ms, render, roof_of, summary
+from moe_lab.contract import CASES, Case
+from moe_lab.errors import ContractError, DataError, SubmissionError
+from moe_lab.inputs import make_inputs
+from moe_lab.peers import PEERS, Peer
+from moe_lab.reference import fused_truth
+from moe_lab.roofline import work
+from moe_lab.timing import Measurement, measurements, record
+
+TINY = Case("tiny", 3, 64, 32, 9)
+#: I below H and above it: the route weight goes to the smaller side.
+ODD = Case("odd", 3, 32, 64, 9)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measurements")
+    said = []
+    rows = bench.run(steps=["s0"], rounds=2, folder=folder, say=said.append)
+    return rows, said, folder
+
+
+def test_a_cpu_runs_a_small_case_checked_recorded_and_labelled(recorded):
+    rows, said, folder = recorded
+    assert measurements(folder) == rows
+    assert {row.case for row in rows} == {CPU_CASE.name}
+    assert {row.kind for row in rows} == {"step", "peer", "roof"}
+    step = next(row for row in rows if row.kind == "step")
+    assert step.error < 2e-3
+    assert step.cache == "uncontrolled"
+    assert step.flops == 6 * CPU_CASE.hidden * CPU_CASE.intermediate * CPU_CASE.num_tokens
+    assert "tilelang=" in step.versions
+    assert any("says nothing about a GPU" in line for line in said)
+    assert any("QuACK" in line and "needs a CUDA GPU" in line for line in said)
+
+
+def test_no_cpu_run_reaches_the_summary(recorded):
+    with pytest.raises(DataError, match="no recorded GPU run"):
+        summary(recorded[2])
+
+
+def test_a_contest_case_on_a_cpu_is_refused_and_nothing_is_recorded(tmp_path):
+    with pytest.raises(ContractError, match="a CPU would need hours"):
+        bench.run(cases=[1], folder=tmp_path)
+    with pytest.raises(SubmissionError, match="got step 's99'"):
+        bench.run(steps=["s99"], folder=tmp_path)
+    with pytest.raises(ContractError, match="got routing 'flat'"):
+        bench.run(steps=["s0"], routing="flat", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", [TINY, ODD])
+@pytest.mark.parametrize("peer", [peer for peer in PEERS if not peer.needs_gpu], ids=lambda peer: peer.name)
+@pytest.mark.parametrize("sizes", [(4, 0, 5), (0, 9, 0)])
+def test_every_peer_computes_the_same_operator(peer, case, sizes):
+    inputs = make_inputs(case, sizes, seed=3)
+    call = peer.prepare(inputs)
+    truth = fused_truth(inputs)
+    first = call().clone()
+    assert torch.allclose(first.float(), truth, atol=0.03, rtol=0.03)
+    # Nothing of the inputs is spent: a second call gives the same.
+    assert torch.equal(call(), first)
+
+
+def test_a_peer_says_what_is_missing():
+    peer = Peer("nobody's library", "no-such-distribution-of-anybody", False, lambda inputs: inputs)
+    assert peer.missing(has_gpu=True) == "not installed (`pip install no-such-distribution-of-anybody`)"
+    assert replace(peer, needs_gpu=True).missing(has_gpu=False) == "needs a CUDA GPU"
+    assert replace(peer, package="torch").missing(has_gpu=False) == ""
+
+
+def candidate(result):
+    return Candidate("peer", "x", None, (lambda: None,), (lambda: result,), 1, 1)
+
+
+def test_a_wrong_result_is_left_out_with_its_place():
+    truth = torch.ones(4, 3)
+    assert bench._check(candidate(truth.half()), [truth]) == ""
+    wrong = truth.clone()
+    wrong[2, 1] = 2.0
+    assert "1 elements outside the tolerance, the first at row 2, column 1: 2 instead of 1" in bench._check(
+        candidate(wrong), [truth]
+    )
+    wrong[2, 1] = float("nan")
+    assert "row 2, column 1: nan" in bench._check(candidate(wrong), [truth])
+    assert "expected (4, 3)" in bench._check(candidate(truth[:2]), [truth])
+
+
+def rows_of(run, case, ours_ms, peer_ms, device="NVIDIA H200", routing="multinomial-0"):
+    done = work(case).whole
+    common = {
+        "run": run, "recorded_at": "2026-11-29T00:00:00+00:00", "device": device, "driver": "1", "versions": "x=1", "case": case.name,
+        "num_experts": case.num_experts, "hidden": case.hidden, "intermediate": case.intermediate, "num_tokens": case.num_tokens,
+        "routing": routing, "seed": 0, "cache": "cold", "rounds": 9,
+    }  # fmt: skip
+
+    def row(kind, name, time_ms, flops, moved, source_hash=None):
+        return Measurement(
+            **common, kind=kind, name=name, source_hash=source_hash, median_ms=time_ms, low_ms=time_ms,
+            high_ms=time_ms, flops=flops, bytes=moved, error=None,
+        )  # fmt: skip
+
+    return [
+        row("step", "s0_baseline", 2.0, done.flops, int(done.bytes), "aa"),
+        row("step", "h3_best", ours_ms, done.flops, int(done.bytes), "bb"),
+        row("peer", "a library", peer_ms, done.flops, int(done.bytes)),
+        row("peer", "a slow library", 9.0, done.flops, int(done.bytes)),
+        row("roof", "dense matmul, float16 8192^3", 1.0, 706_000_000_000, 1),
+        row("roof", "large copy, 4096 MiB", 1.0, 0, 4_300_000_000),
+    ]
+
+
+def test_the_bound_is_the_larger_of_the_two_roofs():
+    rows = rows_of("r", CASES[1], 0.42, 0.52)
+    assert roof_of(rows) == pytest.approx((706, 4.3))
+    assert bound_ms(rows) == pytest.approx(0.396, rel=0.01)
+    with pytest.raises(DataError, match="without both roofs"):
+        roof_of(rows[:-1])
+    with pytest.raises(DataError, match="nothing else"):
+        bound_ms(rows[-2:])
+
+
+def test_the_summary_takes_the_newest_complete_run_of_each_case(tmp_path):
+    record(rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.60, 0.52), tmp_path)
+    record(rows_of("20260102T000000Z-aaaaaa", CASES[1], 0.42, 0.52), tmp_path)
+    record(rows_of("20260103T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:-1], tmp_path)
+    record(rows_of("20260104T000000Z-aaaaaa", CASES[1], 0.10, 0.50, routing="one_expert"), tmp_path)
+    record(rows_of("20260105T000000Z-aaaaaa", CASES[3], 1.50, 1.73), tmp_path)
+    first, third = summary(tmp_path)
+    assert first.startswith("case 1 bound_ratio=1.060 vs_best_peer=1.238 ours=h3_best 0.4200 ms")
+    assert third.startswith("case 3 bound_ratio=1.080 vs_best_peer=1.153 ")
+    assert "best peer a library 1.7300 ms, NVIDIA H200, run 20260105T000000Z-aaaaaa" in third
+
+
+def test_lines_are_aligned_fastest_first_with_the_bound(recorded):
+    lines = render(rows_of("r", CASES[1], 0.42, 0.52))
+    assert [line.split()[0] for line in lines[2:5]] == ["h3_best", "a", "s0_baseline"]
+    assert "1.06" in lines[2]
+    assert lines[-1].startswith("bound from the roofs above")
+    assert len({line.index("-") for line in lines[2:5]}) == 1
