@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BROWSER_STAMP := $(VENV)/.installed-browser
 COMPAT := .venv-compat
+COMPAT_STAMP := $(COMPAT)/.installed
 FINAL := notebooks/08_your_submission.ipynb
 
 export PYTHONUNBUFFERED = 1
@@ -46,6 +47,16 @@ lint: $(STAMP) ## ruff and mypy
 
 test: $(STAMP) lint ## lint, types and all tests that need no GPU, no browser and no second TileLang
 	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not browser and not compat"
+
+test-compat: $(COMPAT_STAMP) ## do contest files lower under TileLang 0.1.10, the contest's version?
+	$(BIN)/pytest -m compat
+
+# torch and the small packages are shared with .venv through a path file; z3 must lie beside the TileLang that loads it.
+$(COMPAT_STAMP): $(STAMP)
+	@test -x $(COMPAT)/bin/python || $(BIN)/python -m venv --without-pip $(COMPAT)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(COMPAT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(COMPAT)/bin/python -m pip install --quiet --ignore-installed --no-deps tilelang==0.1.10 apache-tvm-ffi==0.1.11 z3-solver==4.15.4.0
+	@touch $@
 
 notebooks: $(STAMP) ## execute every notebook again and normalise it
 	$(BIN)/python -m moe_lab.notebooks
