@@ -21,8 +21,8 @@ from moe_lab.judge.session import Made
 _SAME_ROUNDING = 8e-4
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
-#: Part of the wrong rows for which a mistake's answer has to be known.
-_KNOWN = 0.1
+#: Part of the wrong rows for which a mistake's answer has to be known, or at least so many rows.
+_KNOWN, _FEW_ROWS = 0.1, 3
 #: A mistake is looked for in so many wrong rows at most: a contest case has thousands.
 _MAX_ROWS = 512
 #: Reduction chunks that a loop over K may lose.
@@ -102,7 +102,8 @@ def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float) -> float:
     A mistake that reads past the end of an array is known on the other rows only, often the smaller part.
     """
     known = ~torch.isinf(answer).any(dim=1)
-    if known.float().mean() < _KNOWN:
+    # Whole rows do not agree by chance, so three of them are enough.
+    if known.float().mean() < _KNOWN and int((known & torch.isfinite(got).all(dim=1)).sum()) < _FEW_ROWS:
         return 0.0
     answer, got = answer[known], got[known]
     same_bits = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
@@ -271,8 +272,11 @@ def _indices(made: Made) -> Iterator[Hypothesis]:
     yield Hypothesis(
         "the result is written to raw rows of out instead of padded rows", lambda rows: _compact(made, rows)
     )
-    yield Hypothesis("the result is written one row too far", lambda rows: _shifted(inputs, rows, -1))
-    yield Hypothesis("the result is written one row too early", lambda rows: _shifted(inputs, rows, 1))
+    for distance, name in ((1, "one row"), (layout.block, "one block")):
+        for sign, direction in ((-1, "far"), (1, "early")):
+            yield Hypothesis(
+                f"the result is written {name} too {direction}", partial(_shifted, made, shift=sign * distance)
+            )
     hidden, intermediate = inputs.case.hidden, inputs.case.intermediate
 
     def read_as(cause: str, **weights: Any) -> Hypothesis:
@@ -397,8 +401,13 @@ def _at_storage(inputs: Inputs, storage: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-def _shifted(inputs: Inputs, rows: torch.Tensor, shift: int) -> torch.Tensor:
-    return _at_storage(inputs, inputs.valid_rows[rows] + shift)
+def _shifted(made: Made, rows: torch.Tensor, shift: int) -> torch.Tensor:
+    """What is found at padded rows if each holds the answer of the row that lies ``shift`` further on."""
+    storage = made.inputs.valid_rows[rows]
+    answer = _at_storage(made.inputs, storage + shift)
+    unwritten = torch.isinf(answer).any(dim=1)
+    answer[unwritten] = made.out_before[storage[unwritten]].float()
+    return answer
 
 
 def _compact(made: Made, rows: torch.Tensor) -> torch.Tensor:
