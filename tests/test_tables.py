@@ -15,6 +15,7 @@ from moe_lab.tables import (
     published_results,
     published_tuning,
 )
+from moe_lab.timing import Measurement
 
 
 @dataclass(frozen=True)
