@@ -23,7 +23,7 @@ MAGIC = f"%%{TAG}"
 
 
 def submission_cell(notebook: str | os.PathLike[str]) -> str:
-    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line.
+    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line, ending in a newline.
 
     Args:
         notebook: path of an .ipynb file.
@@ -54,7 +54,8 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
         source = source.partition("\n")[2]
     if not source.strip():
         raise ExportError(f"got an empty cell tagged '{TAG}' in {path}, expected a whole submission")
-    return source
+    # IPython gives the cell magic a last newline, which a notebook does not store: both must write the same bytes.
+    return source if source.endswith("\n") else source + "\n"
 
 
 def export(submission: Submission, target: str | os.PathLike[str], profile: Profile = "contest") -> Path:

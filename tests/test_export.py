@@ -31,7 +31,7 @@ def test_the_tagged_cell_is_the_file_byte_for_byte(tmp_path):
         tmp_path / "n.ipynb", ("code", [], "1 + 1"), ("code", ["submission"], "%%submission ../x.py\n" + text)
     )
     path = export(Submission(submission_cell(notebook)), tmp_path / "submission.py")
-    assert path.read_bytes() == text.encode()
+    assert path.read_bytes() == (text + "\n").encode(), "the magic writes the last newline that IPython adds"
 
 
 def test_a_cell_without_the_magic_line_is_exported_whole(tmp_path):
