@@ -564,6 +564,19 @@ def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path, monkeypatch
         assert check.remedy
 
 
+def test_a_cache_folder_that_cannot_be_written_is_said_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "a file" / "cache"
+    blocked.parent.write_text("")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(blocked))
+    with pytest.warns(UserWarning, match="a file/cache cannot be written"):
+        backend._usable_cache_dir()
+    replaced = Path(os.environ["TILELANG_CACHE_DIR"])
+    assert replaced.is_dir()
+    replaced.rmdir()
+
+
 def test_versions_name_what_a_verdict_depends_on() -> None:
     found = backend.versions()
     assert {"moe_lab", "python", "torch", "tilelang", "apache-tvm-ffi"} <= set(found)
