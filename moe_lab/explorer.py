@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moe_lab.judge.plan import Plan
     from moe_lab.judge.rules import Profile
     from moe_lab.readout import Readout
+    from moe_lab.stopwatch import Times
 
 #: Told what is being done.
 Say = Callable[[str], None]
@@ -525,12 +526,30 @@ class Session:
         self.remember(submission, setting, verdict=verdict, reason=report.sentence, judged_on=report.device)
         return report
 
+    def time(self, submission: Submission, setting: Setting, say: Say) -> Times:
+        """Time a configuration on this machine, in turns with the baseline, and remember both medians.
+
+        Raises:
+            Stopped: after ``work.stop()``.
+            ExplorerError: if it does not run here or is wrong, or if the times could not be written to disk.
+        """
+        from moe_lab.stopwatch import time_against_baseline
+
+        def checkpoint() -> None:
+            self.work.checkpoint(pausable=False)
+
+        times = time_against_baseline(submission, setting.case, setting.routing, say=say, checkpoint=checkpoint)
+        self.remember(submission, setting, time_ms=times.time_ms, baseline_ms=times.baseline_ms, timed_on=times.where)
+        return times
+
     def sweep(
         self,
         values: Sequence[Mapping[str, LiteralValue]],
         setting: Setting,
         say: Callable[[int, str], None],
         tried: Callable[[], None],
+        *,
+        timed: bool = False,
     ) -> Counter[str]:
         """Try many configurations: those that do not fit are noted, the others run one case of the judge.
 
@@ -539,6 +558,7 @@ class Session:
             setting: what they are for.
             say: told how many are done and what is being done.
             tried: called after each.
+            timed: whether those that are right are timed, too.
 
         Returns:
             How many came to each verdict.
@@ -564,6 +584,8 @@ class Session:
                 say(done, f"{name}: {text}")
 
             report = self.check(submission, setting, tell, quick=True)
+            if timed and report.accepted:
+                self.time(submission, setting, tell)
             verdicts[FIRST_CASE_RIGHT if report.accepted else str(report.verdict)] += 1
             tried()
         return verdicts

@@ -226,7 +226,7 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
 def _rows(found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None]) -> list[tuple[str, ...]]:
     kernels = found.kernels
     rows: list[tuple[str, ...]] = [
-        ("accumulator registers", *(_number(kernel.accumulator_registers) for kernel in kernels)),
+        ("accumulators", *(_registers(kernel.accumulator_registers) for kernel in kernels)),
         ("blocks", *(_grid(kernel) for kernel in kernels)),
     ]
     if fit is not None:
@@ -241,8 +241,8 @@ def _rows(found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float 
     return rows
 
 
-def _number(count: int | None) -> str:
-    return "unknown" if count is None else str(count)
+def _registers(count: int | None) -> str:
+    return "unknown" if count is None else f"{count} registers"
 
 
 def _grid(kernel: tiles.KernelResources) -> str:
@@ -260,7 +260,7 @@ def _held(kernel: tiles.KernelFit) -> str:
 def _rounds(kernel: tiles.KernelFit) -> str:
     if not kernel.grid_waves:
         return "none" if kernel.blocks_per_processor == 0 else "unknown"
-    return f"{kernel.grid_waves:.2f} in {math.ceil(kernel.grid_waves)} ({kernel.wave_efficiency:.0%} full)"
+    return f"{kernel.grid_waves:.2f} in {math.ceil(kernel.grid_waves)} ({kernel.wave_efficiency:.0%})"
 
 
 # --- figure ----------------------------------------------------------------------------------------------------------

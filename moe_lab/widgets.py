@@ -52,6 +52,7 @@ _STYLE = """<style>
   border-left: 2px solid var(--jp-ui-font-color1, #000); }
 .moe-lab-panel table { border-collapse: collapse; font-size: 12px; }
 .moe-lab-panel th, .moe-lab-panel td { padding: 1px 10px 1px 0; text-align: left !important; vertical-align: top; }
+.moe-lab-panel .moe-lab-facts td, .moe-lab-panel .moe-lab-facts th { font-size: 11.5px; white-space: nowrap; }
 .moe-lab-panel thead th { border-bottom: 1px solid var(--jp-border-color1, #999); }
 .moe-lab-panel pre { max-height: 340px; overflow: auto; line-height: 1.3; font-size: 12px; margin: 4px 0; }
 .moe-lab-scroll { max-height: 230px; overflow: auto; }
@@ -229,6 +230,10 @@ class TileExplorer(_Panel):
         self._table = ipywidgets.HTML()
         self._trials = ipywidgets.Image(format="png", layout={"width": "100%", "max_width": "726px"})
         self._buttons = self._make_buttons()
+        self._timed = ipywidgets.Checkbox(
+            value=False, indent=False, description="time it, too", tooltip="Time what a sweep finds right",
+            layout={"width": "auto"},
+        )  # fmt: skip
         self._shown = ""
         self._asked_to_replace = False
         self.redraw = Redraw(self._update)
@@ -287,6 +292,7 @@ class TileExplorer(_Panel):
         buttons = {}
         for key, text, tooltip, action in (
             ("check", "Compile and check", "Let the judge compile and run this on this machine", self._check),
+            ("time", "Time", "Time this on this machine, in turns with the baseline", self._time),
             ("sweep", "Sweep", "Try every value of the ticked literals", self._sweep),
             ("pause", "Pause", "Wait after the present configuration, or go on", self._pause),
             ("stop", "Stop", "End what runs; results so far are kept", self._stop),
@@ -325,13 +331,19 @@ class TileExplorer(_Panel):
         return [
             ipywidgets.HBox([self._device, self._case, self._routing], layout=wrap),
             ipywidgets.HBox([left, right], layout=wrap),
-            ipywidgets.HBox(list(self._buttons.values()), layout=wrap),
+            self._row("this configuration", "check", "time", "export", "source", "diff", "reset"),
+            self._row("sweep and history", "sweep", "pause", "stop", "best", "csv", rest=[self._timed]),
             self._progress,
             self._message,
             self._text,
             self._table,
             self._trials,
         ]
+
+    def _row(self, label: str, *keys: str, rest: Sequence[ipywidgets.Widget] = ()) -> ipywidgets.HBox:
+        buttons = [self._buttons[key] for key in keys]
+        head = ipywidgets.HTML(f"<small>{label}</small>", layout={"width": "120px"})
+        return ipywidgets.HBox([head, *buttons, *rest], layout={"flex_flow": "row wrap"})
 
     # ---- readout
 
@@ -397,7 +409,7 @@ class TileExplorer(_Panel):
 
     def _enable(self, *, busy: bool | None = None) -> None:
         busy = self.session.work.busy if busy is None else busy
-        for key in ("check", "export"):
+        for key in ("check", "time", "export"):
             self._buttons[key].disabled = busy
         self._buttons["stop"].disabled = not busy
         count = len(self._sweep_values())
@@ -414,6 +426,19 @@ class TileExplorer(_Panel):
 
         self._start(work)
 
+    def _time(self) -> None:
+        submission, setting = self.submission, self.setting
+
+        def work() -> None:
+            times = self.session.time(submission, setting, self._say)
+            self._say(
+                f"{times.time_ms:.3f} ms, the baseline {times.baseline_ms:.3f} ms: "
+                f"{times.baseline_ms / times.time_ms:.2f} times as fast ({times.where}).",
+                "good",
+            )
+
+        self._start(work)
+
     def _show_report(self, report: Report, before: str = "") -> None:
         self._say(
             f"{before}{str(report.verdict).replace('_', ' ')}: {report.sentence}",
@@ -427,7 +452,7 @@ class TileExplorer(_Panel):
         return [{**now, **changed} for changed in grid(offers)] if offers else []
 
     def _sweep(self) -> None:
-        values, setting = self._sweep_values(), self.setting
+        values, setting, timed = self._sweep_values(), self.setting, self._timed.value
         self._progress.max = len(values)
 
         def say(done: int, text: str) -> None:
@@ -438,7 +463,7 @@ class TileExplorer(_Panel):
         def work() -> None:
             self._progress.value = 0
             self._progress.layout.display = ""
-            verdicts = self.session.sweep(values, setting, say, self._show_history)
+            verdicts = self.session.sweep(values, setting, say, self._show_history, timed=timed)
             found = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.most_common())
             self._say(f"Tried {len(values)}: {found}.", "good")
 
@@ -540,7 +565,7 @@ def _gauge_html(gauge: Gauge) -> str:
 def _rows_html(readout: Readout) -> str:
     head = "".join(f"<th>{html.escape(text)}</th>" for text in readout.columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in readout.rows)
-    return f"<table><thead><tr>{head}</tr></thead>{body}</table>"
+    return f'<table class="moe-lab-facts"><thead><tr>{head}</tr></thead>{body}</table>'
 
 
 def _trace() -> str:

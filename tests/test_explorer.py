@@ -31,6 +31,7 @@ from moe_lab.explorer import (
 from moe_lab.judge import Report, Verdict
 from moe_lab.judge.verdict import SubmissionReport
 from moe_lab.steps import STEPS, step
+from moe_lab.stopwatch import Times
 from moe_lab.submission import Submission
 
 
@@ -368,6 +369,27 @@ def test_a_sweep_judges_only_what_fits_and_keeps_everything(tmp_path, judged):
     known = History(tmp_path / "history.jsonl").trials()
     assert [trial.values["STAGE1_BLOCK_K"] for trial in known] == [32, 32, 64, 64, 128, 128]
     assert all("65536" in trial.reason for trial in known if trial.verdict == DOES_NOT_FIT)
+
+
+def test_times_are_remembered_and_a_sweep_times_only_what_is_right(tmp_path, judged, monkeypatch):
+    timed = []
+
+    def time_it(submission, case, routing, *, say, checkpoint):
+        checkpoint()
+        timed.append((submission.values["STAGE1_BLOCK_K"], case, routing))
+        return Times(2.0, 3.0, "a case, a device")
+
+    monkeypatch.setattr("moe_lab.stopwatch.time_against_baseline", time_it)
+    found = session(tmp_path)
+    assert found.time(found.base, SETTING, lambda text: None).time_ms == 2.0
+    assert found.history.trials()[0].speed == 1.5
+    assert found.history.trials()[0].timed_on == "a case, a device"
+    values = list(grid({"STAGE1_BLOCK_K": (32, 64, 512)}))
+    found.sweep(values, SETTING, lambda done, text: None, lambda: None, timed=True)
+    assert timed == [(128, 1, "balanced"), (64, 1, "balanced")]
+    assert [(trial.verdict, trial.speed) for trial in found.history.trials()[1:]] == [
+        ("wrong_answer", None), (FIRST_CASE_RIGHT, 1.5), (DOES_NOT_FIT, None),
+    ]  # fmt: skip
 
 
 def test_a_stopped_sweep_keeps_what_it_tried(tmp_path, judged):

@@ -15,6 +15,7 @@ from moe_lab.notebooks import normalise
 from moe_lab.readout import read_out
 from moe_lab.routings import routings
 from moe_lab.steps import STEPS, step
+from moe_lab.stopwatch import Times
 from moe_lab.submission import Submission
 from moe_lab.widgets import Redraw, TileExplorer
 
@@ -194,6 +195,17 @@ def test_a_sweep_takes_the_ticked_literals_and_can_be_paused(make, judged):
     assert {trial.verdict for trial in trials} == {explorer.DOES_NOT_FIT, explorer.FIRST_CASE_RIGHT}
     assert f"Tried {count}:" in panel._message.value
     assert panel._progress.max == count
+
+
+def test_a_time_stands_beside_the_baselines(make, monkeypatch):
+    monkeypatch.setattr(
+        "moe_lab.stopwatch.time_against_baseline", lambda *args, **kwargs: Times(2.0, 3.0, "a case, a device")
+    )
+    panel = make()
+    press(panel, "time")
+    assert panel.session.work.wait(30)
+    assert "2.000 ms, the baseline 3.000 ms: 1.50 times as fast (a case, a device)" in panel._message.value
+    assert "a case, a device" in panel._table.value
 
 
 def test_source_and_diff_are_what_is_exported(make, judged):
