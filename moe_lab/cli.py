@@ -25,6 +25,9 @@ class Profile(str, Enum):
 
 ProfileOption = Annotated[Profile, typer.Option("--profile", help="which rules reject, which only advise")]
 
+#: What a shell reports for a program that Ctrl-C ended.
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="moe-lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Learn, judge and tune fused Mixture-of-Experts kernels in TileLang.",
@@ -134,13 +137,12 @@ def judge(
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
     from rich.console import Console
 
-    from moe_lab.judge import Verdict
-    from moe_lab.judge import judge as run
-
     if not file.is_file():
         raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise SubmissionError(f"got no folder {json_file.parent}, expected one for the report {json_file.name}")
     console = Console(stderr=True)
-    with console.status(f"reading {file.name}") as status:
+    with console.status("starting the judge") as status:
         said = ""
 
         def progress(text: str) -> None:
@@ -152,7 +154,15 @@ def judge(
                 said = head
                 print(text, file=sys.stderr, flush=True)
 
-        report = run(file, profile=profile.value, seed=seed, progress=progress)
+        progress("starting the judge")
+        from moe_lab.judge import Verdict
+        from moe_lab.judge import judge as run
+
+        try:
+            report = run(file, profile=profile.value, seed=seed, progress=progress)
+        except KeyboardInterrupt:
+            print("interrupted: no verdict", file=sys.stderr)
+            raise typer.Exit(_INTERRUPTED) from None
     if json_file is not None:
         report.save(json_file)
     Console().print(report)

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from moe_lab.contract import ARGUMENTS, BLOCK_TOKEN
 from moe_lab.errors import BackendError
 
+_PREFIX = "moe_lab_judge_"
 _PAGE = 4096
 _GUARD_SEED = 20261129
 #: The arguments that have one slab for each expert.
@@ -197,6 +199,8 @@ class Arena:
 def private_folder(size_bytes: int) -> Path:
     """A new folder that only this user can enter, in memory if there is room.
 
+    Folders of judges that were killed before they could clean up are removed on the way.
+
     Args:
         size_bytes: what will be written to it.
 
@@ -204,13 +208,22 @@ def private_folder(size_bytes: int) -> Path:
         BackendError: if no file system has that much room.
     """
     for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        if base.is_dir():
+            _remove_orphans(base)
         # Twice the need: shared memory that runs full ends in a bus error, not in an exception.
         if base.is_dir() and os.access(base, os.W_OK) and shutil.disk_usage(base).free > 2 * size_bytes:
-            return Path(tempfile.mkdtemp(prefix="moe_lab_judge_", dir=base))
+            return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=base))
     raise BackendError(
         f"got no file system with {2 * size_bytes / 2**30:.1f} GiB free, expected /dev/shm or {tempfile.gettempdir()} "
         "to hold the arguments of a call; free some space or set TMPDIR"
     )
+
+
+def _remove_orphans(base: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}*_*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("_")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pages(size_bytes: int) -> int:
