@@ -117,7 +117,7 @@ FOREIGN_MODULES = frozenset({
 _ASYNC = re.compile(
     r"async_copy|tma_\w+|create_tma_descriptor|(ptx_)?cp_async\w*|ptx_(commit|wait)_group|\w*mbarrier\w*"
     r"|(named_)?barrier_(arrive|wait)|create_barriers|alloc_(cluster_)?barrier|ptx_\w*barrier\w*|\w+_bsm|\w*_bsm_\w+"
-    r"|arrive|wait|fence_proxy_async|copy_cluster"
+    r"|arrive(_\w+)?|wait(_\w+)?|fence_proxy_async|copy_cluster"
 )
 _DEVICE_SOURCE = re.compile(r"import_source|call_(pure_)?extern|(tvm_)?call_c?packed(_lowered)?|\w*SourceCodeKernel")
 _ASYNC_PASS = {"tl.enable_async_copy", "TL_ENABLE_ASYNC_COPY"}
@@ -278,7 +278,8 @@ class _Checker:
     def __init__(self, submission: Submission, profile: Profile) -> None:
         self.profile = profile
         self.tree = submission.tree
-        self.lines = submission.source.splitlines()
+        # Bytes split where Python's lines end and nowhere else.
+        self.lines = submission.source.encode().splitlines()
         self.names = Names(self.tree)
         self.findings: dict[tuple[str, int, int], Finding] = {}
         self._kernels: dict[ast.AST, bool] = {}
@@ -297,8 +298,9 @@ class _Checker:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._check_function(node, scope)
             if self._is_kernel(scope):
-                continue
-            self._check_host(node, scope)
+                self._check_kernel(node, scope)
+            else:
+                self._check_host(node, scope)
         return sorted(self.findings.values(), key=lambda item: (item.line, item.column, item.rule_id))
 
     def kernels(self) -> frozenset[tuple[int, int]]:
@@ -315,8 +317,8 @@ class _Checker:
         """Record a finding; one that is not sure is advice."""
         rule = RULES[rule_id]
         line = getattr(node, "lineno", 1)
-        text = self.lines[line - 1] if line <= len(self.lines) else ""
-        column = len(text.encode()[: getattr(node, "col_offset", 0)].decode(errors="ignore")) + 1
+        text = self.lines[line - 1] if line <= len(self.lines) else b""
+        column = len(text[: getattr(node, "col_offset", 0)].decode(errors="ignore")) + 1
         enforced = sure and not (self.profile == "open" and rule.kind in CONTEST_ONLY)
         level: Level = rule.level if enforced else "advice"
         key = (rule_id, line, column)
@@ -663,6 +665,16 @@ class _Checker:
                     self._check_annotation_part(item, parameter, scope)
             case _:
                 self.add("prim-func-annotation", node, f"`{_text(node)}` in the annotation of {parameter.arg}")
+
+    def _check_kernel(self, node: ast.AST, scope: Scope) -> None:
+        """A kernel is traced as plain Python, so a tensor that reaches it could be computed with there."""
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.MatMult):
+            self.add("torch-compute", node, "got the operator @")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            owner = scope.owner(node.id)
+            outside = owner is not None and not self._is_kernel(owner)
+            if outside and self.origin(node, scope) - {"fresh"}:
+                self.add("torch-compute", node, f"the tensor {node.id} is used while a kernel is traced")
 
     # -- rules of host code ------------------------------------------------------------------------------------------
 

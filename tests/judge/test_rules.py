@@ -10,7 +10,7 @@ import pytest
 from moe_lab.contract import ARGUMENTS
 from moe_lab.errors import RuleError, SubmissionError
 from moe_lab.judge.rules import RULES, check, explain
-from moe_lab.steps import step
+from moe_lab.steps import STEPS
 from moe_lab.submission import Submission
 
 ENTRY = """
@@ -199,6 +199,18 @@ def test_prim_funcs_are_untouched_but_not_lawless(text: str) -> None:
     assert found(kernel(text), level="violation")
 
 
+def test_a_tensor_may_not_be_computed_with_while_a_kernel_is_traced() -> None:
+    tensor = kernel("z = w.sum()", params="rows, w", body="builder(4, gate_w)")
+    assert "torch-compute" in found(tensor, level="violation")
+    assert check(kernel("x[0] = w", params="rows, w", body="builder(4, gate_w.shape[0])")) == []
+    assert "torch-compute" in found(kernel("z = x @ y"), level="violation")
+
+
+def test_lines_end_where_python_ends_them() -> None:
+    (finding,) = check(module("A = 'a\x0cb\u2028c'\nB = 2 * 3"))
+    assert (finding.rule_id, finding.line, finding.column) == ("module-literal", 6, 5)
+
+
 MODULE_LEVEL = {
     "print('x')": "module-statement",
     "if True:\n    A = 1": "module-statement",
@@ -348,8 +360,12 @@ def test_honest_files_in_other_styles(path: Path) -> None:
     assert check(Submission.from_file(path)) == []
 
 
-def test_the_baseline() -> None:
-    assert check(step("s0_baseline")) == []
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_under_their_own_profile(name: str) -> None:
+    entry = STEPS[name]
+    assert found(entry.submission(), entry.profile, "violation") == set()
+    if entry.branch != "hopper":
+        assert check(entry.submission(), entry.profile) == []
 
 
 HONEST_HOST = '''
