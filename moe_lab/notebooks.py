@@ -249,7 +249,7 @@ def solution_cell(exercise: Exercise) -> str:
 def _inline_html(text: str) -> str:
     """Markdown's code spans and emphasis, as HTML."""
     pieces = html.escape(text, quote=False).split("`")
-    pieces[::2] = [re.sub(r"\*([^*]+)\*", r"<em>\1</em>", piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(r"\*(?!\s)([^*]+)(?<!\s)\*", r"<em>\1</em>", piece) for piece in pieces[::2]]
     pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
     return "".join(pieces)
 
