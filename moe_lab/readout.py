@@ -123,7 +123,7 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     fit = tiles.fit(found, gpu) if gpu is not None else None
     passes = [_passes(kernel, case, sizes) for kernel in found.kernels]
     work = roofline.work(case, sizes)
-    roof = _roof(device)
+    roof = best_roof(device) if device is not None else None
     # A mean over the launches is exact where all weights are read equally often, as in every step of the ladder.
     known = [each for each in passes if each is not None]
     mean = sum(known) / len(known) if known else None
@@ -143,10 +143,8 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     )  # fmt: skip
 
 
-def _roof(device: Device | None) -> Roof | None:
-    """Ceilings that were reached on the device, else those of its maker's paper."""
-    if device is None:
-        return None
+def best_roof(device: Device) -> Roof:
+    """Ceilings that were reached on a device, else those of its maker's paper."""
     return device.roof("measured" if device.figure("peak_fp16_tflops", "measured") else "specification")
 
 

@@ -11,18 +11,21 @@ import io
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from moe_lab import steps
-from moe_lab.contract import CASES
+from moe_lab.contract import CASES, PaddingRule
 from moe_lab.devices import device as find_device
 from moe_lab.display import show
 from moe_lab.errors import ContractError, MoeLabError
 from moe_lab.explorer import HERE, Choice, Session, Setting, Stopped, draw_trials, grid
-from moe_lab.readout import Gauge, Readout, draw, draw_roofline
+from moe_lab.layout import GroupedLayout
+from moe_lab.readout import Gauge, Readout, best_roof, draw, draw_roofline
+from moe_lab.roofline import bound, work
 from moe_lab.routings import routing as find_routing
 from moe_lab.routings import routings
 from moe_lab.submission import LiteralValue, Submission
@@ -157,6 +160,11 @@ def _menu(description: str, options: Sequence[tuple[str, Any]], value: Any) -> i
     )  # fmt: skip
 
 
+def _check_case(case: int) -> None:
+    if case not in CASES:
+        raise ContractError(f"got case {case!r}, expected one of {', '.join(map(str, CASES))}")
+
+
 def _case_options() -> list[tuple[str, int]]:
     return [
         (
@@ -210,8 +218,7 @@ class TileExplorer(_Panel):
         self.session = Session(step, history, target)
         if device is None:
             device = "c500" if isinstance(step, Submission) or steps.find(step).branch != "hopper" else "h200"
-        if case not in CASES:
-            raise ContractError(f"got case {case!r}, expected one of {', '.join(map(str, CASES))}")
+        _check_case(case)
         find_routing(case, routing)
         names = [each.name for each in routings() if each.case == case]
         self._device = _menu("device", [*_device_options(device), ("this machine", HERE)], device)
@@ -525,6 +532,136 @@ class TileExplorer(_Panel):
         )
         self._trials.value = _png(draw_trials(self.session.history.trials(self.session.step), self.setting))
         self._trials.layout.display = ""
+
+
+# --- layout and roofline ---------------------------------------------------------------------------------------------
+
+#: Block sizes to choose from: powers of two, and what a tile of tokens may be between them.
+_BLOCKS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+
+
+class _Plotter(_Panel):
+    """A panel with one picture and a sentence above it."""
+
+    def __init__(self, controls: Sequence[ipywidgets.Widget]) -> None:
+        self._words = ipywidgets.HTML()
+        self._picture = ipywidgets.Image(format="png", layout={"width": "100%", "max_width": "860px"})
+        self.redraw = Redraw(self._update)
+        super().__init__(
+            [ipywidgets.HBox(list(controls), layout={"flex_flow": "row wrap"}), self._words, self._picture]
+        )
+        for control in controls:
+            control.observe(lambda change: self.redraw.request(), names="value")
+        self._update()
+
+    def _update(self) -> None:
+        try:
+            figure, words = self.static_figure()
+            self._words.value = _note(words)
+            self._picture.value = _png(figure)
+        except MoeLabError as error:
+            self._words.value = _note(str(error), "bad")
+        except Exception:  # noqa: BLE001 - a dead widget would say nothing at all
+            self._words.value = _note("The plot failed; this is a mistake in moe_lab.", "bad", _trace())
+
+
+class LayoutExplorer(_Plotter):
+    """Group sizes, block size and padding rule: the layout they give and what it wastes.
+
+    Args:
+        sizes: valid rows of each expert; by default a random routing of the contest's case 1.
+        block: rows of a block.
+        padding_rule: "ceil" or "plus_one", see :class:`moe_lab.contract.Variant`.
+
+    Raises:
+        ContractError: for sizes, a block or a rule that no layout can have.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int] | None = None, block: int = 128, padding_rule: PaddingRule = "ceil"
+    ) -> None:
+        layout = GroupedLayout(
+            find_routing(1, "multinomial-0").sizes if sizes is None else tuple(sizes), block, padding_rule
+        )
+        self._sizes = ipywidgets.Text(
+            value=" ".join(map(str, layout.sizes)), description="rows of each expert", continuous_update=False,
+            layout={"width": "420px"}, style={"description_width": "initial"},
+        )  # fmt: skip
+        self._block = _block_slider(block)
+        rules = [("ceil(n / block)", "ceil"), ("ceil((n + 1) / block)", "plus_one")]
+        self._rule = _menu("blocks of n rows", rules, padding_rule)
+        super().__init__([self._sizes, self._block, self._rule])
+
+    @property
+    def layout_shown(self) -> GroupedLayout:
+        """The layout of the controls.
+
+        Raises:
+            ContractError: for sizes that are none.
+        """
+        words = self._sizes.value.replace(",", " ").split()
+        try:
+            sizes = tuple(int(word) for word in words)
+        except ValueError:
+            raise ContractError(f"got {self._sizes.value!r}, expected rows of each expert such as 3 0 2") from None
+        return GroupedLayout(sizes, self._block.value, self._rule.value)
+
+    def static_figure(self) -> tuple[Figure, str]:
+        """The layout's picture."""
+        from moe_lab import plots
+
+        return plots.layout_picture(self.layout_shown)
+
+
+class RooflineExplorer(_Plotter):
+    """Device, case and block size: the bound of the case, and what padding and a second read of the weights make of it.
+
+    Args:
+        device: key of a device.
+        case: number of the contest's case.
+        block: rows of a block; every expert has the same number of rows.
+
+    Raises:
+        DataError: for a device that does not exist.
+        ContractError: for a case that is none of the contest's.
+    """
+
+    def __init__(self, device: str = "c500", case: int = 1, block: int = 128) -> None:
+        _check_case(case)
+        self._device = _menu("device", _device_options(device), find_device(device).name)
+        self._case = _menu("case", _case_options(), case)
+        self._block = _block_slider(block)
+        super().__init__([self._device, self._case, self._block])
+
+    def static_figure(self) -> tuple[Figure, str]:
+        """The roofline with three dots, and the bounds in words."""
+        from moe_lab import plots
+
+        case, roof = CASES[self._case.value], best_roof(find_device(self._device.value))
+        reads = -(-case.num_tokens // case.num_experts // self._block.value)
+        dots, words = [], []
+        for label, passes, padded in (
+            ("the case itself", 1, False),
+            ("with padded rows computed", 1, True),
+            (f"and each weight read {reads} times" if reads > 1 else "and each weight read once", reads, True),
+        ):
+            whole = work(case, weight_passes=passes, block=self._block.value).whole
+            least = bound(replace(whole, flops=whole.padded_flops) if padded else whole, roof)
+            rate = whole.flops / least.time_ms / 1e9
+            dots.append(plots.Point(f"{label}: {least.time_ms:.3f} ms", whole.intensity, rate))
+            words.append(f"{label}: {least.time_ms:.3f} ms, {least.side} binds")
+        figure, _ = plots.roofline([roof], dots)
+        return figure, f"{case.name} on the {roof.title}, blocks of {self._block.value}. {'; '.join(words)}."
+
+
+def _block_slider(block: int) -> ipywidgets.SelectionSlider:
+    return ipywidgets.SelectionSlider(
+        options=sorted({*_BLOCKS, block}), value=block, description="rows of a block", layout={"width": "330px"},
+        style={"description_width": "initial"},
+    )  # fmt: skip
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _literal(choice: Choice) -> ipywidgets.Widget:

@@ -12,12 +12,13 @@ from moe_lab.errors import ContractError, DataError, SubmissionError
 from moe_lab.judge import Report, Verdict
 from moe_lab.judge.verdict import SubmissionReport
 from moe_lab.notebooks import normalise
-from moe_lab.readout import read_out
+from moe_lab.readout import best_roof, read_out
+from moe_lab.roofline import work
 from moe_lab.routings import routings
 from moe_lab.steps import STEPS, step
 from moe_lab.stopwatch import Times
 from moe_lab.submission import Submission
-from moe_lab.widgets import Redraw, TileExplorer
+from moe_lab.widgets import LayoutExplorer, Redraw, RooflineExplorer, TileExplorer
 
 
 @pytest.fixture
@@ -321,3 +322,67 @@ def test_a_committed_notebook_keeps_the_figure_and_no_widget(tmp_path):
     kinds = [kind for output in clean.cells[0].outputs for kind in output.data]
     assert kinds == ["image/png", "text/plain", "text/html", "text/plain"]
     assert "widgets" not in clean.metadata
+
+
+# --- layout and roofline
+
+
+def test_the_layout_explorer_shows_the_layout_of_its_controls():
+    panel = LayoutExplorer((3, 0, 2), block=16)
+    assert "5 valid rows in 32 padded rows, 2 blocks of 16" in panel._words.value
+    panel._rule.value = "plus_one"
+    assert panel.redraw.settle()
+    assert "5 valid rows in 48 padded rows, 3 blocks of 16" in panel._words.value
+    picture = panel._picture.value
+    panel._sizes.value = "128, 5"
+    panel._block.value = 128
+    assert panel.redraw.settle()
+    assert "133 valid rows in 384 padded rows, 3 blocks of 128" in panel._words.value
+    assert panel._picture.value != picture
+    assert panel.layout_shown.block_map == (0, 0, 1)
+
+
+def test_sizes_that_are_none_are_a_sentence():
+    panel = LayoutExplorer()
+    for text, message in (("3 many", "got &#x27;3 many&#x27;"), ("", "no group sizes"), ("3 -1", "got size -1")):
+        panel._sizes.value = text
+        assert panel.redraw.settle()
+        assert message in panel._words.value
+    with pytest.raises(ContractError):
+        LayoutExplorer((3, -1))
+    with pytest.raises(ContractError):
+        LayoutExplorer(block=0)
+
+
+def test_the_roofline_explorer_gives_the_bounds_of_a_case():
+    panel = RooflineExplorer("h200", case=1, block=160)
+    assert "the case itself: 0.396 ms, memory binds" in panel._words.value
+    # 160 rows cover the 142 of an expert: one block, so one read; 160 rows of arithmetic still hide behind the memory.
+    assert "with padded rows computed: 0.396 ms, memory binds" in panel._words.value
+    assert "each weight read once: 0.396 ms" in panel._words.value
+    panel._block.value = 128
+    assert panel.redraw.settle()
+    whole = work(CASES[1]).whole
+    arithmetic = whole.padded_flops / (best_roof(device("h200")).peak_tflops * 1e9)
+    assert f"with padded rows computed: {arithmetic:.3f} ms, arithmetic binds" in panel._words.value
+    assert f"each weight read 2 times: {2 * whole.weight_bytes / 4.3e9 + whole.activation_bytes / 4.3e9:.3f} ms" in (
+        panel._words.value
+    )
+    panel._device.value = "c500"
+    assert panel.redraw.settle()
+    assert "MetaX C500, specification" in panel._words.value
+    with pytest.raises(DataError):
+        RooflineExplorer("abacus")
+    with pytest.raises(ContractError):
+        RooflineExplorer(case=0)
+
+
+@pytest.mark.parametrize("panel", [LayoutExplorer, RooflineExplorer])
+def test_small_panels_leave_a_figure_and_its_words(panel, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
+    made = panel()
+    made._ipython_display_()
+    assert "application/vnd.jupyter.widget-view+json" in shown[0]
+    assert base64.b64decode(shown[1]["image/png"])[:4] == b"\x89PNG"
+    assert shown[2]["text/plain"] == made.static_figure()[1]
