@@ -48,6 +48,14 @@ lint: $(STAMP) ## ruff and mypy
 test: $(STAMP) lint ## lint, types and all tests that need no GPU, no browser and no second TileLang
 	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not browser and not compat"
 
+test-browser: $(BROWSER_STAMP) ## drive JupyterLab in the system's Chromium; screenshots in test-output/
+	$(BIN)/pytest tests/browser -m browser -rs
+
+# Only playwright's Python part: it drives the Chromium that is installed and downloads none.
+$(BROWSER_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	@touch $@
+
 test-compat: $(COMPAT_STAMP) ## do contest files lower under TileLang 0.1.10, the contest's version?
 	$(BIN)/pytest -m compat
 
