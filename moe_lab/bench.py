@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from moe_lab.reference import fused_truth
 from moe_lab.roofline import work
 from moe_lab.routings import routing as recorded_routing
 from moe_lab.steps import STEPS, Step, find
+from moe_lab.submission import Submission
 from moe_lab.timing import Kind, Measurement, Timing, interleave, measurements, new_run, record
 
 #: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
@@ -109,7 +110,7 @@ def run(
     versions = " ".join(f"{name}={value.replace(' ', '_')}" for name, value in _versions().items())
     for case in problems:
         sizes = _sizes(case, routing, seed)
-        timed = _time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
+        timed = time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
         for candidate, timing, error in timed:
             rows.append(
                 Measurement(
@@ -166,14 +167,47 @@ def _driver() -> str:
     return next(iter(done.stdout.split()), "unknown")
 
 
-def _time_case(
-    case: Case, sizes: tuple[int, ...], seed: int, steps: Sequence[Step], rounds: int, say: Callable[[str], None]
+class Rung(Protocol):
+    """What can be timed beside the peers: a step, or a step with other literals."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the record."""
+
+    def submission(self) -> Submission:
+        """Its text."""
+
+
+def time_case(
+    case: Case,
+    sizes: tuple[int, ...],
+    seed: int,
+    rungs: Sequence[Rung],
+    rounds: int,
+    say: Callable[[str], None],
+    *,
+    alone: bool = False,
 ) -> list[tuple[Candidate, Timing, float | None]]:
+    """Time rungs, peers and roofs in turns on one case, and check every output before and after.
+
+    Args:
+        case: the problem.
+        sizes: rows of each expert.
+        seed: of the first input set.
+        rungs: what is ours.
+        rounds: timed calls of each.
+        say: gets one line at a time, also why something was left out.
+        alone: leave the peers and the roofs out.
+
+    Returns:
+        What ran and was right: the candidate, its timing, its relative error (None for a roof).
+    """
     on_cpu = backend.detect().kind == "cpu"
-    sets = [_inputs(case, sizes, seed + number) for number in range(_sets_that_fit(case, sizes, len(steps)))]
+    sets = [_inputs(case, sizes, seed + number) for number in range(_sets_that_fit(case, sizes, len(rungs)))]
     truths = [fused_truth(inputs) for inputs in sets]
     candidates: list[Candidate] = []
-    for source in (*steps, *PEERS):
+    sources: list[Rung | Peer] = [*rungs, *(() if alone else PEERS)]
+    for source in sources:
         name = source.name
         missing = source.missing(not on_cpu) if isinstance(source, Peer) else ""
         if missing:
@@ -181,7 +215,7 @@ def _time_case(
             continue
         started = time.perf_counter()
         try:
-            candidate = _of_step(source, sets) if isinstance(source, Step) else _of_peer(source, sets)
+            candidate = _of_peer(source, sets) if isinstance(source, Peer) else _of_rung(source, sets)
             wrong = _check(candidate, truths)
         # A peer or a step that does not compile or run here must not end the others' measurement.
         except Exception as failure:  # noqa: BLE001
@@ -191,7 +225,8 @@ def _time_case(
             continue
         say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
         candidates.append(candidate)
-    candidates += _roofs(on_cpu)
+    if not alone:
+        candidates += _roofs(on_cpu)
     timings = interleave(
         {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
     )
@@ -247,13 +282,13 @@ def _inputs(case: Case, sizes: tuple[int, ...], seed: int) -> Inputs:
     )  # fmt: skip
 
 
-def _of_step(step: Step, sets: Sequence[Inputs]) -> Candidate:
-    submission = step.submission()
+def _of_rung(rung: Rung, sets: Sequence[Inputs]) -> Candidate:
+    submission = rung.submission()
     entry = submission.load()
     # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
     own = [inputs.with_out(torch.full_like(inputs.out, float("nan"))) for inputs in sets]
     return _candidate(
-        "step", step.name, submission.source_hash, sets[0], [functools.partial(entry, *inputs.args) for inputs in own],
+        "step", rung.name, submission.source_hash, sets[0], [functools.partial(entry, *inputs.args) for inputs in own],
         [functools.partial(_valid_rows, inputs) for inputs in own],
     )  # fmt: skip
 
@@ -289,7 +324,9 @@ def _roofs(on_cpu: bool) -> list[Candidate]:
     one, other = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
     product = torch.empty_like(one)
     length = 2**26 if on_cpu else min(2**32, torch.cuda.mem_get_info()[0] // 8)
-    source, target = (torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(2))
+    # Random bytes: a copy of zeros may run faster than one of data.
+    source = torch.randint(0, 256, (length,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
     label = f"{_MATMUL}, {str(dtype).removeprefix('torch.')} {size}^3"
     multiply = functools.partial(torch.mm, one, other, out=product)
     copy = functools.partial(target.copy_, source)

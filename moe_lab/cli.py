@@ -241,6 +241,40 @@ def bench(
     harness.run(cases=case, routing=routing, seed=seed, steps=names)
 
 
+@app.command()
+def tune(
+    step_or_file: Annotated[str, typer.Argument(metavar="STEP|FILE", help="name of a step, or a submission")],
+    case: Annotated[int | None, typer.Option("--case", min=1, max=3, help="contest case; a CPU takes none")] = None,
+    vary: Annotated[list[str] | None, typer.Option("--vary", metavar="LITERAL", help="only these, in order")] = None,
+) -> None:
+    """Search better literals on this machine, the resource model first, and remember them for fused_moe."""
+    from moe_lab import backend
+    from moe_lab.autotune import tune as search
+    from moe_lab.bench import CPU_CASE
+    from moe_lab.contract import CASES
+    from moe_lab.errors import ContractError
+    from moe_lab.steps import step
+    from moe_lab.submission import Submission
+
+    path = Path(step_or_file)
+    submission = Submission.from_file(path) if path.suffix == ".py" else step(step_or_file)
+    on_cpu = backend.detect().kind == "cpu"
+    if on_cpu == (case is not None):
+        raise ContractError(
+            "got a contest case on a CPU, which would need hours; leave --case out" if on_cpu
+            else "got no case, expected --case 1, 2 or 3"
+        )  # fmt: skip
+    result = search(submission, CPU_CASE if case is None else CASES[case], names=vary or None)
+    where = "this machine's CPU, which says nothing about a GPU" if on_cpu else backend.detect().name
+    changes = (
+        ", ".join(f"{name}={value!r}" for name, value in result.values.items()) or "nothing better than the source"
+    )
+    print(
+        f"{changes}: {result.median_ms:.4f} ms instead of {result.source_ms:.4f} ms on {where}; {result.timed} timed, "
+        f"{result.pruned} pruned without compiling, {result.failed} did not compile or were wrong"
+    )
+
+
 def main() -> None:
     """Run the command line; an error of ours is one sentence and exit code 2."""
     try:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import torch
 
 from moe_lab import backend
+from moe_lab.autotune import tuned
+from moe_lab.contract import Case
 from moe_lab.errors import ContractError
 from moe_lab.layout import GroupedLayout, permute, unpermute
 from moe_lab.reference import Experts, route
-from moe_lab.steps import STEPS, Step, step
+from moe_lab.steps import STEPS, Step
 
 
 def best_step() -> Step:
@@ -28,8 +30,9 @@ def best_step() -> Step:
 
 
 @functools.cache
-def _entry(name: str) -> Callable[..., None]:
-    return step(name).load()
+def _entry(case: Case) -> Callable[..., None]:
+    """The best step for this device with the literals that tuning found for this shape, if it was tuned."""
+    return tuned(best_step().submission(), case).load()
 
 
 def fused_moe(
@@ -55,7 +58,9 @@ def fused_moe(
     if not layout.num_rows:
         return out
     device = stacked_tokens.device
-    entry = _entry(best_step().name)
+    num_experts, intermediate, hidden = experts.gate_w.shape
+    # The number of rows changes with every routing and must not cost another load.
+    entry = _entry(Case("fused_moe", num_experts, hidden, intermediate, 0))
 
     def integers(values: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from moe_lab import autotune
+from moe_lab.contract import CASES, Case
+from moe_lab.devices import device
+from moe_lab.errors import ContractError
+from moe_lab.steps import step
+
+CASE = Case("tiny", 2, 128, 128, 150)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_rows_of_a_block_are_never_offered():
+    found = autotune.offers(step("s0"))
+    assert "BLOCK_M" not in found
+    assert 64 in found["STAGE1_BLOCK_K"]
+
+
+def test_a_name_without_a_choice_is_named():
+    with pytest.raises(ContractError, match="got LOG2_E, expected literals with a choice: "):
+        autotune.offers(step("s0"), ["LOG2_E"])
+
+
+def test_the_resource_model_prunes_before_the_compiler():
+    c500 = device("C500")
+    two_stages = step("s0").with_literals(NUM_STAGES=2)
+    assert "131072 bytes of shared memory" in autotune.why_not(two_stages, CASES[1], (142,) * 16, c500)
+    assert autotune.why_not(step("s0"), CASES[1], (142,) * 16, c500) == ""
+
+
+def test_a_search_ends_with_what_it_timed_and_is_found_again():
+    source = step("s0")
+    lines: list[str] = []
+    result = autotune.tune(source, CASE, names=["STAGE1_BLOCK_N"], rounds=2, say=lines.append)
+    offered = len(autotune.offers(source, ["STAGE1_BLOCK_N"])["STAGE1_BLOCK_N"]) - 1
+    assert result.timed + result.failed + result.pruned == offered
+    assert result.timed >= 2
+    assert result.median_ms > 0
+    assert set(result.values) <= {"STAGE1_BLOCK_N"}
+    assert autotune.tuned(source, CASE).values == source.values | result.values
+    (entry,) = json.loads(autotune.cache_file().read_text()).values()
+    assert entry["values"] == result.values
+
+
+def test_another_source_or_shape_is_another_entry(monkeypatch):
+    source = step("s0")
+    found = autotune.Tuned({"STAGE2_BLOCK_N": 64}, 1.0, 2.0, 1, 0, 0)
+    autotune._remember(source, CASE, found)
+    assert autotune.tuned(source, CASE).values["STAGE2_BLOCK_N"] == 64
+    assert autotune.tuned(source, Case("other", 2, 256, 128, 150)) is source
+    other = source.with_literals(STAGE1_PANEL=4)
+    assert autotune.tuned(other, CASE) is other
+    monkeypatch.setattr(autotune.backend, "versions", lambda: {"tilelang": "another"})
+    assert autotune.tuned(source, CASE) is source
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"KEY": {"values": {"NO_SUCH": 1}}}', '{"KEY": {"values": 3}}'])
+def test_a_broken_cache_is_no_cache(text):
+    source = step("s0")
+    path = autotune.cache_file()
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("KEY", autotune._key(source, CASE)))
+    assert autotune.tuned(source, CASE) is source
