@@ -161,7 +161,8 @@ def tune(
             winner = "best"
         median, own = timings[winner].median_ms, timings["source"].median_ms
     changed = {name: value for name, value in best.items() if value != submission.values[name]}
-    result = Tuned(changed, median, own, **counts)
+    # With nothing changed both figures are of one text, and their difference is noise.
+    result = Tuned(changed, median if changed else own, own, **counts)
     _remember(submission, case, result)
     return result
 
