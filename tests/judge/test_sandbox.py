@@ -201,6 +201,44 @@ def test_a_prim_func_is_left_alone_but_leads_nowhere(line: str, expected: str, r
     assert caught.value.rule_id == expected
 
 
+OTHER_STYLES = """
+from tilelang.maca.intrinsics import make_mma_swizzle_layout
+
+
+@tilelang.jit
+def build(rows):
+    @T.macro
+    def twice(buffer, i):
+        buffer[0, i] = buffer[0, i] * 2
+
+    @T.prim_func
+    def main(x: T.Tensor((rows, 8), "float32")):
+        with T.Kernel(1, threads=64):
+            tile = T.alloc_shared((rows, 8), "float32")
+            T.annotate_layout({tile: make_mma_swizzle_layout(tile, vecSize=4)})
+            for i in T.serial(8):
+                x[0, i] += 1
+                twice(x, i)
+
+    return main
+
+
+@tilelang.jit
+def eager(x):
+    n, m = T.const("n m")
+    x: T.Tensor[[n, m], T.float32]
+    with T.Kernel(1, threads=64):
+        for i in T.serial(m):
+            x[0, i] = x[0, i] + 1
+"""
+
+
+def test_macros_eager_kernels_and_vendor_layouts_are_traced_as_they_are(run: Runner) -> None:
+    out = run("build(out.shape[0])(out)\neager(out)", OTHER_STYLES)
+    assert out[0].tolist() == [3.0] * 8
+    assert float(out[1:].abs().sum()) == 0
+
+
 def test_what_the_submission_raises_keeps_its_own_line(run: Runner) -> None:
     body = "rows = out.shape[0]\nif rows == 4:\n    raise ValueError('four rows')"
     with pytest.raises(ValueError, match="four rows") as caught:
