@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Literal
 
 from moe_lab import backend
+from moe_lab.contract import CASES
 from moe_lab.errors import MoeLabError, SubmissionError
 from moe_lab.judge import rules
 from moe_lab.judge.checks import Problem, check_group, experiments, new_report
 from moe_lab.judge.compare import error_map
 from moe_lab.judge.fit import c500_fit
 from moe_lab.judge.plan import Group, Plan, default_plan
+from moe_lab.judge.score import score
 from moe_lab.judge.session import Progress, Session, Stopped
 from moe_lab.judge.variants import run_variants
-from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, Verdict
+from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, Verdict
 from moe_lab.submission import Submission
+from moe_lab.timing import summarise
 
 Profile = Literal["contest", "open"]
 
@@ -112,6 +115,10 @@ class _Run:
             self._check_fit(submission)
         if self._device == "cpu":
             report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
+        if detected.kind == "maca" and len(report.timing) == len(CASES):
+            report.score = score([row.median_ms for row in report.timing]).points
+        else:
+            report.not_measured.append("contest score (only from times on a C500)")
         if self._plan.variants:
             report.variants = run_variants(
                 submission,
@@ -192,6 +199,7 @@ class _Run:
                 raise
         finally:
             self._report.log = session.log
+            self._report.timing = [_timing(name, *times) for name, times in session.times_ms.items()]
         if problem:
             self._explain(submission, problem)
             raise Stopped(problem.verdict, problem.sentence)
@@ -228,6 +236,14 @@ class _Run:
                         return
             except Stopped:
                 return
+
+
+def _timing(case: str, candidate_ms: list[float], baseline_ms: list[float]) -> TimingReport:
+    mine, other = (summarise(case, times, device="", cache="cold") for times in (candidate_ms, baseline_ms))
+    return TimingReport(
+        case=case, median_ms=mine.median_ms, low_ms=mine.low_ms, high_ms=mine.high_ms, baseline_ms=other.median_ms,
+        samples=len(candidate_ms),
+    )  # fmt: skip
 
 
 def _accepted_sentence(report: Report) -> str:

@@ -28,6 +28,10 @@ OutFill = Literal["zeros", "nan", "noise", "previous"]
 Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
 
+#: Timed calls of a contest case.
+_ROUNDS = 25
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of ``run_kernel``.
@@ -64,6 +68,7 @@ class Group:
         sparse: weights of experts without rows are zeros in memory that is never touched, which makes the contest's
             full H, I and E affordable on a CPU.
         on_device: weights are drawn on the device; the contest's are gigabytes.
+        timed_rounds: timed calls beside the baseline once every call was right; 0 for none.
     """
 
     name: str
@@ -74,6 +79,7 @@ class Group:
     variant: Variant = JUDGE_PROFILE
     sparse: bool = False
     on_device: bool = False
+    timed_rounds: int = 0
 
     @property
     def case(self) -> Case:
@@ -111,7 +117,6 @@ class Plan:
         stop_at_first: end at the first wrong call.
         variants: whether the open questions are run too.
         fit: whether the kernels are lowered for the C500's limits.
-        timing: whether the contest cases are timed where a GPU is present.
     """
 
     groups: tuple[Group, ...]
@@ -120,7 +125,6 @@ class Plan:
     stop_at_first: bool = False
     variants: bool = True
     fit: bool = True
-    timing: bool = True
 
 
 def default_plan(seed: int, device: str) -> Plan:
@@ -217,7 +221,17 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
             Call(first, rng.getrandbits(31), out_fill="noise"), Call(second, rng.getrandbits(31), out_fill="zeros"),
         )  # fmt: skip
         name = case.name if full else f"{case.name}, one block"
-        groups.append(Group(name, case.hidden, case.intermediate, calls, sparse=not full, on_device=full))
+        groups.append(
+            Group(
+                name,
+                case.hidden,
+                case.intermediate,
+                calls,
+                sparse=not full,
+                on_device=full,
+                timed_rounds=_ROUNDS if full else 0,
+            )
+        )
     return tuple(groups)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,8 @@ class Session:
         self._device = device
         self._doing = ""
         self._opened = 0
+        #: Times of the submission and of the baseline by group, for groups that ask for it.
+        self.times_ms: dict[str, tuple[list[float], list[float]]] = {}
         #: What the submission printed; complete once the session has ended.
         self.log = ""
         #: Processes that the submission left running; complete once the session has ended.
@@ -142,6 +145,7 @@ class Session:
         """
         arenas: dict[int, tuple[int, Arena]] = {}
         before: Made | None = None
+        tensors: dict[str, torch.Tensor] = {}
         try:
             for number, call in enumerate(group.calls):
                 self._doing = f"{group.name}: call {number + 1} of {len(group.calls)}"
@@ -158,7 +162,7 @@ class Session:
                     {"event": "call", "arena": identity, "garbage": group.garbage, "seed": call.seed},
                     self._limits.call_s if before else self._limits.first_call_s,
                 )
-                truth = fused_truth(inputs)
+                truth = _truth(inputs)
                 out = arena.out.to(truth.device, copy=True)
                 before = Made(
                     number, call, inputs, out_before, out, truth, compare(inputs, out, truth), arena.edits(),
@@ -166,11 +170,37 @@ class Session:
                     answer["threads"],
                 )  # fmt: skip
                 yield before
+            if group.timed_rounds and before and before.comparison.passed:
+                self._time(group, before, tensors, arena, identity)
         finally:
             for _, arena in arenas.values():
                 arena.path.unlink(missing_ok=True)
         for identity, _ in arenas.values():
             self._request({"event": "close", "arena": identity}, self._limits.call_s)
+
+    def _time(
+        self, group: Group, last: Made, tensors: dict[str, torch.Tensor], arena: Arena, identity: int
+    ) -> None:  # fmt: skip
+        """Time the submission beside the baseline on the inputs of the last call, and look at the answer again."""
+        self._doing = f"{group.name}: {group.timed_rounds} timed calls"
+        self._say(self._doing)
+        arena.write(tensors)
+        start = time.monotonic()
+        answer = self._request(
+            {"event": "time", "arena": identity, "rounds": group.timed_rounds}, self._limits.first_call_s
+        )
+        wall_ms = 1e3 * (time.monotonic() - start)
+        out = arena.out.to(last.truth.device, copy=True)
+        if not compare(last.inputs, out, last.truth).passed or arena.edits():
+            raise Stopped(
+                Verdict.WRONG_ANSWER, f"{group.name}: right when called alone, wrong when timed calls follow each other"
+            )
+        if sum(answer["candidate"]) + sum(answer["baseline"]) > wall_ms:
+            raise BackendError(
+                f"{group.name}: got {sum(answer['candidate']):.1f} ms of timed calls within {wall_ms:.1f} ms by the "
+                "judge's own clock, expected less: the times are not to be trusted"
+            )
+        self.times_ms[group.name] = (answer["candidate"], answer["baseline"])
 
     def _open(self, group: Group, tensors: dict[str, torch.Tensor], inputs: Inputs) -> tuple[int, Arena]:
         self._opened += 1
@@ -221,6 +251,16 @@ class Session:
             verdict, sentence = _raised(answer)
             raise Stopped(verdict, sentence, alive=answer["phase"] == "call")
         return answer
+
+
+def _truth(inputs: Inputs) -> torch.Tensor:
+    """The fp32 truth, also where the process allows shorter formats in fp32 products."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return fused_truth(inputs)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _raised(answer: Message) -> tuple[Verdict, str]:

@@ -183,7 +183,7 @@ class TimingReport(_Strict):
 
     Attributes:
         case: name.
-        median_ms, low_ms, high_ms: of the candidate; low and high are the quartiles.
+        median_ms, low_ms, high_ms: median of the submission and its 95% bootstrap interval.
         baseline_ms: median of the baseline in the same window.
         samples: timed calls of each.
     """
@@ -215,6 +215,7 @@ class Report(_Strict):
         variants: open questions.
         fit: C500 resources, one sentence each.
         timing: one entry for each contest case; empty without a GPU.
+        score: contest points, only from times measured on a C500.
         not_measured: what this run does not tell.
         log: what the submission printed, and a compiler's last lines; bounded.
     """
@@ -235,6 +236,7 @@ class Report(_Strict):
     variants: list[VariantReport] = Field(default_factory=list)
     fit: list[str] = Field(default_factory=list)
     timing: list[TimingReport] = Field(default_factory=list)
+    score: float | None = None
     not_measured: list[str] = Field(default_factory=list)
     log: str = ""
 
@@ -339,11 +341,13 @@ class Report(_Strict):
         parts += [Text(f"C500 fit: {line}") for line in self.fit]
         parts += [
             Text(
-                f"{row.case}: {row.median_ms:.3f} ms (quartiles {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
-                f"{row.baseline_ms:.3f} ms, {row.samples} samples, {self.device}"
+                f"{row.case}: {row.median_ms:.3f} ms (95% {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
+                f"{row.baseline_ms:.3f} ms, {row.samples} calls in turns on {self.device}"
             )
             for row in self.timing
         ]
+        if self.score is not None:
+            parts.append(Text(f"score from these times: {self.score:.2f}"))
         if self.not_measured:
             parts.append(Text(f"{NOT_MEASURED}: {'; '.join(self.not_measured)}", style="dim"))
         if self.log and not self.accepted:

@@ -136,6 +136,7 @@ class _Session:
             "open": self._open,
             "close": self._close,
             "call": self._call,
+            "time": self._time,
         }
         while True:
             message = self._channel.receive()
@@ -186,6 +187,10 @@ class _Session:
 
     def _close(self, arena: int) -> Message:
         del self._arenas[arena]
+        if self._device != "cpu":
+            import torch
+
+            torch.cuda.empty_cache()
         return {"event": "closed"}
 
     def _call(self, arena: int, garbage: str, seed: int) -> Message:
@@ -209,6 +214,29 @@ class _Session:
             "launches": self._launches.count - launches,
             "threads": threading.active_count(),
         }
+
+    def _time(self, arena: int, rounds: int) -> Message:
+        import torch
+
+        from moe_lab.steps import step
+        from moe_lab.timing import interleave
+
+        entry = self._entry
+        assert entry is not None
+        memory = self._arenas[arena]
+        memory.fetch()
+        *inputs, out = memory.tensors
+        baseline = step("s0_baseline").load()
+        other_out = torch.zeros_like(out)
+        try:
+            timings = interleave(
+                {"candidate": lambda _: entry(*inputs, out), "baseline": lambda _: baseline(*inputs, other_out)},
+                rounds=rounds,
+            )
+            memory.give_back()
+        except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
+            return self._error(error, "call")
+        return {"event": "timed", **{name: list(timing.times_ms) for name, timing in timings.items()}}
 
     def _error(self, error: BaseException, phase: str) -> Message:
         frames = traceback.extract_tb(error.__traceback__)
