@@ -64,7 +64,7 @@ def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[s
 
     Args:
         submission: whose literals.
-        names: only these; every literal with a choice by default, but for the rows of a block, which the contract fixes.
+        names: only these; every literal with a choice by default, but for the block's rows, fixed by the contract.
 
     Raises:
         ContractError: for a name that has no choice.

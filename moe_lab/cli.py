@@ -266,12 +266,11 @@ def tune(
         )  # fmt: skip
     result = search(submission, CPU_CASE if case is None else CASES[case], names=vary or None)
     where = "this machine's CPU, which says nothing about a GPU" if on_cpu else backend.detect().name
-    changes = (
-        ", ".join(f"{name}={value!r}" for name, value in result.values.items()) or "nothing better than the source"
-    )
+    changes = ", ".join(f"{name}={value!r}" for name, value in result.values.items())
+    found = f"{changes}: {result.median_ms:.4f} ms instead of" if changes else "nothing is faster than the source:"
     print(
-        f"{changes}: {result.median_ms:.4f} ms instead of {result.source_ms:.4f} ms on {where}; {result.timed} timed, "
-        f"{result.pruned} pruned without compiling, {result.failed} did not compile or were wrong"
+        f"{found} {result.source_ms:.4f} ms on {where}; {result.timed} timed, {result.pruned} pruned without compiling, "
+        f"{result.failed} did not compile or were wrong"
     )
 
 
