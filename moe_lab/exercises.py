@@ -25,7 +25,7 @@ import torch
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import ExerciseError
 
-#: What a gap, a solution and a mistake may use without importing it; every setup cell imports the same names.
+#: What a gap, a solution and a mistake may use; the setup cell of the notebook imports what its own ones need.
 PRELUDE = """\
 import math
 import torch
@@ -1271,7 +1271,7 @@ def _judged(source: str) -> str:
     from moe_lab.judge.plan import Plan, structural_groups
     from moe_lab.submission import Submission
 
-    plan = Plan(structural_groups(random.Random(0))[:1], variants=False, fit=False, timing=False)
+    plan = Plan(structural_groups(random.Random(0))[:1], variants=False, fit=False)
     verdict = judge(Submission(source, "cheat.py"), seed=1, plan=plan).verdict
     if verdict in (Verdict.WRONG_ANSWER, Verdict.RULE_VIOLATION):
         return "caught"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import copy
 import dataclasses
 
@@ -11,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from moe_lab import backend, notebooks
 from moe_lab.errors import NotebookError
-from moe_lab.exercises import EXERCISES
+from moe_lab.exercises import EXERCISES, of_notebook
 
 PATHS = notebooks.find()
 EACH = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
@@ -242,8 +244,38 @@ def test_a_processor_is_not_named_and_a_gpu_is(kind: str, shown: str, monkeypatc
 def test_committed_notebook_is_normalised_and_complete(path) -> None:
     notebook = notebooks.read(path)
     assert notebooks.to_bytes(notebooks.normalise(notebook)) == path.read_bytes(), "run: make notebooks"
-    assert notebooks.to_bytes(notebooks.fill_exercises(notebook, path.stem)) == path.read_bytes(), "run: make notebooks"
+    filled = notebooks.fill_exercises(notebook, path.stem)
+    assert [cell.source for cell in filled.cells] == [cell.source for cell in notebook.cells], "run: make notebooks"
     assert notebooks.problems(notebook, path.stem) == []
+
+
+@EACH
+def test_setup_cell_imports_what_the_exercises_use(path) -> None:
+    setup = next(cell for cell in notebooks.read(path).cells if "setup" in cell.metadata.get("tags", []))
+    lines = [line for line in setup.source.splitlines() if not line.startswith("%")]
+    here = {alias.asname or alias.name for node in ast.walk(ast.parse("\n".join(lines))) for alias in _aliases(node)}
+    known = here | set(dir(builtins))
+    for exercise in of_notebook(path.stem):
+        names = [node for node in ast.walk(ast.parse(exercise.solution)) if isinstance(node, (ast.Name, ast.arg))]
+        bound = {_name(node) for node in names if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)}
+        assert {_name(node) for node in names} - bound <= known, exercise.key
+
+
+def _aliases(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+
+
+def _name(node: ast.Name | ast.arg) -> str:
+    return node.arg if isinstance(node, ast.arg) else node.id
+
+
+def test_the_map_of_the_series_names_every_notebook_and_its_minutes() -> None:
+    start, *others = (notebooks.read(path) for path in PATHS)
+    text = "\n".join(cell.source for cell in start.cells)
+    for path, notebook in zip(PATHS[1:], others, strict=True):
+        first = notebook.cells[0].source
+        title, minutes = first.splitlines()[0].removeprefix("# "), first.partition("**Minutes:** ")[2].partition(".")[0]
+        assert f"| [{title}]({path.name}) | {minutes} |" in text
 
 
 @pytest.mark.notebooks
