@@ -696,7 +696,7 @@ def _one_case() -> Plan:
     from moe_lab.judge.plan import Plan, structural_groups
 
     first = structural_groups(random.Random(secrets.randbits(32)))[0]
-    return Plan(groups=(first,), stop_at_first=True, variants=False, fit=False, timing=False)
+    return Plan(groups=(first,), stop_at_first=True, variants=False, fit=False)
 
 
 #: How a verdict is drawn: marker, filled or not, colour (Okabe and Ito's), name in the legend.
