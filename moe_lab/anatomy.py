@@ -79,11 +79,12 @@ class Op:
 
     Attributes:
         line: where.
-        kind: "copy", "gemm", "reduce" or "other".
+        kind: "alloc", "copy", "gemm", "reduce" or "other".
         reads, writes: buffers and tensors, each once.
         moved: elements read from each tensor in device memory, by its name.
         flops: operations of a gemm.
         pure_copy: whether it only moves data from device memory into shared memory.
+        allocates: the buffer that an "alloc" makes; it touches nothing.
     """
 
     line: int
@@ -93,6 +94,7 @@ class Op:
     moved: dict[str, int | Unknown] = field(default_factory=dict)
     flops: int | Unknown = 0
     pure_copy: bool = False
+    allocates: Buffer | None = None
 
     @property
     def buffers(self) -> list[Buffer]:

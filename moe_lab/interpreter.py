@@ -117,8 +117,12 @@ class _ReturnSignal(Exception):  # noqa: N818 (control flow, no error)
         self.value = value
 
 
-class _LoopSignal(Exception):  # noqa: N818 (control flow, no error)
-    """``break`` or ``continue``."""
+class _BreakSignal(Exception):  # noqa: N818 (control flow, no error)
+    pass
+
+
+class _ContinueSignal(Exception):  # noqa: N818 (control flow, no error)
+    pass
 
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
@@ -282,9 +286,21 @@ class _Interpreter:
 
     def do_break(self, node: ast.Break, scope: _Scope) -> None:
         if self.launch is None:
-            raise _LoopSignal
+            raise _BreakSignal
 
-    do_continue = do_break
+    def do_continue(self, node: ast.Continue, scope: _Scope) -> None:
+        if self.launch is None:
+            raise _ContinueSignal
+
+    def once(self, body: Sequence[ast.stmt], scope: _Scope) -> bool:
+        """One turn of a loop of the host; False if it ended the loop."""
+        try:
+            self.block(body, scope)
+        except _ContinueSignal:
+            return True
+        except _BreakSignal:
+            return False
+        return True
 
     def do_if(self, node: ast.If, scope: _Scope) -> None:
         test = self.value(node.test, scope)
@@ -335,25 +351,20 @@ class _Interpreter:
         if isinstance(source, (range, list, tuple, dict, zip, enumerate, reversed, set)):
             for item in list(source)[:_MOST_STEPS]:
                 self.bind(node.target, item, scope, node.lineno)
-                try:
-                    self.block(node.body, scope)
-                except _LoopSignal:
-                    continue
+                if not self.once(node.body, scope):
+                    return
+            self.block(node.orelse, scope)
             return
         why = source if isinstance(source, Unknown) else Unknown(f"`{ast.unparse(node.iter)}` cannot be read")
         self.bind(node.target, why, scope, node.lineno)
-        self.block(node.body, scope)
+        self.once(node.body, scope)
 
     def do_while(self, node: ast.While, scope: _Scope) -> None:
         if self.launch is None:
             test = self.value(node.test, scope)
             if isinstance(test, Unknown):
                 raise self.lost(node, f"`while {ast.unparse(node.test)}` depends on a value of run time")
-            while test and not isinstance(test, Unknown):
-                try:
-                    self.block(node.body, scope)
-                except _LoopSignal:
-                    break
+            while test and not isinstance(test, Unknown) and self.once(node.body, scope):
                 test = self.value(node.test, scope)
             return
         trips = Unknown(f"line {node.lineno}: `while {ast.unparse(node.test)}` ends at run time")
@@ -367,7 +378,7 @@ class _Interpreter:
     def do_with(self, node: ast.With, scope: _Scope) -> None:
         for item in node.items:
             frame = self.value(item.context_expr, scope)
-            if isinstance(frame, _Frame) and frame.kind == "Kernel" and self.launch is None:
+            if isinstance(frame, _Frame) and frame.kind in ("Kernel", "ClusterKernel") and self.launch is None:
                 self.kernel(node, frame, item.optional_vars, scope)
                 return
             if item.optional_vars is not None:
@@ -803,7 +814,7 @@ class _Interpreter:
         if name == "Tensor" or name == "Buffer":
             shape = args[0] if args and isinstance(args[0], (tuple, list)) else args[:1]
             return _TensorSpec(tuple(shape))
-        if name in ("Kernel", *_LOOPS):
+        if name in ("Kernel", "ClusterKernel", *_LOOPS):
             return _Frame(name, args, kwargs)
         if name == "compile" and args and isinstance(args[0], _Function):
             return _Kernel(args[0], _config_names(kwargs.get("pass_configs", {})))
@@ -830,6 +841,7 @@ class _Interpreter:
         )  # fmt: skip
         buffer = Buffer("", scope, reasoned, dtype, node.lineno)
         self.launch.buffers.append(buffer)
+        self.nodes.append(Op(node.lineno, "alloc", allocates=buffer))
         return buffer
 
     def device_call(self, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.expr) -> Any:

@@ -2,8 +2,8 @@
 
 Shared memory is predicted as TileLang lays it out: a buffer that a pipelined loop fills from device memory exists
 once per stage, and buffers whose lifetimes do not meet share their bytes. The prediction equals what TileLang lowers
-for sm_80, byte for byte, over the shapes that the tests try. Registers are a lower bound: fragments spread evenly
-over the threads, with nothing for indices and copies in flight.
+for sm_80, byte for byte, over the shapes that the tests try; on a Hopper alignment and barriers come on top. Registers
+are a lower bound: fragments spread evenly over the threads, with nothing for indices and copies in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KernelResources:
         shared: buffers of shared memory, in the order of their places.
         shared_bytes: shared memory of a block; None if it cannot be predicted, see ``unknown``.
         accumulator_registers: 32-bit registers of a thread that hold results of T.gemm.
-        fragment_registers: all fragments and arrays of a thread: a lower bound of its registers.
+        fragment_registers: fragments and arrays of a thread alive at once: a lower bound of its registers.
         flops: operations of all T.gemm in all blocks, rows of padding included.
         reads_bytes: bytes read from each tensor in device memory by all blocks; at most, if a condition skips some.
         unknown: what could not be evaluated, with its line and expression.
@@ -172,15 +172,15 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
     placed, shared = _place(launch)
     shared_bytes = known(shared, "the shared memory")
     results = {id(op.writes[0]) for op in walk(launch.body) if op.kind == "gemm" and op.writes}
-    accumulators, fragments = 0, 0
+    sizes: dict[int, int] = {}
     for buffer in launch.buffers:
-        if buffer.scope.startswith("shared"):
-            continue
-        size = known(buffer.size_bytes, f"the size of {buffer.name}")
-        # A local array is each thread's own; a fragment is spread over the threads of the block.
-        each = (size or 0) if buffer.scope == "local" else -(-(size or 0) // (threads or 1))
-        fragments += -(-each // _REGISTER_BYTES)
-        accumulators += -(-each // _REGISTER_BYTES) if id(buffer) in results else 0
+        if not buffer.scope.startswith("shared"):
+            size = known(buffer.size_bytes, f"the size of {buffer.name}") or 0
+            # A local array is each thread's own; a fragment is spread over the threads of the block.
+            each = size if buffer.scope == "local" else -(-size // (threads or 1))
+            sizes[id(buffer)] = -(-each // _REGISTER_BYTES)
+    fragments = _peak(launch.body, sizes)
+    accumulators = _peak(launch.body, {key: size for key, size in sizes.items() if key in results})
     blocks = product(launch.grid)
     flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
     names = dict.fromkeys(name for op in walk(launch.body) for name in op.moved)
@@ -199,6 +199,25 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
 _WIDTHS = {
     "routed_expert_weights": 4, "group_sizes": 4, "group_offsets": 4, "group_padded_offsets": 4, "group_idx_for_bx": 4,
 }  # fmt: skip
+
+
+def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
+    """The most that is alive at once: what a level allocates, from first to last use, and what is inside it."""
+    own = {id(node.allocates): sizes[id(node.allocates)] for node in nodes
+           if isinstance(node, Op) and id(node.allocates) in sizes}  # fmt: skip
+    users = [{id(buffer) for op in walk([node]) for buffer in op.buffers} & own.keys() for node in nodes]
+    spans = {
+        key: (min(places), max(places))
+        for key in own
+        if (places := [place for place, found in enumerate(users) if key in found])
+    }
+    most = 0
+    for place, node in enumerate(nodes):
+        inside = 0
+        if not isinstance(node, Op):
+            inside = max(_peak(node.body, sizes), _peak(node.orelse, sizes) if isinstance(node, Branch) else 0)
+        most = max(most, inside + sum(own[key] for key, (first, last) in spans.items() if first <= place <= last))
+    return most
 
 
 def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
@@ -605,6 +624,8 @@ def print_fit(
     console.print(f"reads of each weight: {passes} (1 is the least; what the caches catch counts too)")
     ratio = f"{found.work_ratio:.2f}" if found.work_ratio else "an unknown number of"
     console.print(f"arithmetic: {ratio} times what is needed; {layout.waste:.0%} of the padded rows are padding")
+    if device.architecture == "sm_90a":
+        console.print("predicted as for sm_80: a Hopper's alignment and barriers add about 1 KiB, --lower tells")
     for text in found.unknown:
         console.print(f"- cannot evaluate {text}", markup=False)
     if found.unknown and not lowered:

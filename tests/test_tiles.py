@@ -37,7 +37,7 @@ def baseline(n1, k1, t1, n2, k2, t2, stages):
     )  # fmt: skip
 
 
-FORM = '''
+FORM = """
 import tilelang
 import tilelang.language as T
 
@@ -65,7 +65,7 @@ def build(rows, width):
 
 def run_kernel(x, gate_w, up_w, down_w, weights, sizes, offsets, padded, blocks, out):
     build(x.shape[0], x.shape[1])(x, gate_w, up_w, weights, sizes, out)
-'''
+"""
 
 
 def loop(stages, a="a", b="b", weight="w"):
@@ -247,9 +247,10 @@ def test_reads_and_arithmetic_follow_the_routing():
     assert alone.work_ratio == pytest.approx(18 * 128 / 2272)
     narrow = resources(step("s0").with_literals(STAGE1_BLOCK_N=64), CASES[1])
     assert narrow.weight_passes() == equal.weight_passes()
-    assert narrow.kernels[0].reads_bytes["stacked_expert_tokens"] == 2 * equal.kernels[0].reads_bytes[
-        "stacked_expert_tokens"
-    ]
+    assert (
+        narrow.kernels[0].reads_bytes["stacked_expert_tokens"]
+        == 2 * equal.kernels[0].reads_bytes["stacked_expert_tokens"]
+    )
 
 
 def test_too_many_registers_and_threads_do_not_fit():
@@ -261,7 +262,7 @@ def test_too_many_registers_and_threads_do_not_fit():
     assert any("no multiple of" in reason for reason in crowd.kernels[1].reasons)
 
 
-STRANGER = '''
+STRANGER = """
 import math
 
 import torch
@@ -322,7 +323,7 @@ def run_kernel(tokens, gate, up, down, weights, sizes, offsets, padded, blocks, 
     if tokens.device.index == 0:
         note = 1
     kernel(tokens, gate, out)
-'''
+"""
 
 
 def test_a_strangers_file_is_followed_through_helpers_defaults_and_macros():
@@ -335,6 +336,57 @@ def test_a_strangers_file_is_followed_through_helpers_defaults_and_macros():
     assert {item.name: item.copies for item in kernel.shared} == {"a": 2, "b": 2}
     other = resources(Submission(STRANGER), CASES[1]).kernels[0]
     assert (other.threads, other.shared_bytes) == (128, 2 * (128 * 64 + 64 * 64) * 2)
+
+
+def test_fragments_that_are_never_alive_at_once_do_not_add_up():
+    # Of the two ways of a condition only the larger counts, on top of the accumulator that outlives both.
+    ways = """
+if s[0] > 0:
+    first = T.alloc_fragment((128, 256), "float32")
+    T.clear(first)
+else:
+    second = T.alloc_fragment((128, 128), "float32")
+    T.clear(second)
+"""
+    found = resources(form(ways + loop(1) + STORE), SMALL).kernels[0]
+    assert found.fragment_registers == (128 * 256 + 128 * 128) // 256
+    assert found.accumulator_registers == 128 * 128 // 256
+    both = resources(form("first = T.alloc_fragment((128, 128), 'float32')\nT.clear(first)\n" + loop(1) + STORE
+                          + "T.copy(first, y[bx * BM, by * BN])\n"), SMALL).kernels[0]  # fmt: skip
+    assert both.fragment_registers == 2 * 128 * 128 // 256
+
+
+def test_loops_of_the_host_end_where_they_say():
+    source = STRANGER.replace(
+        "    while bk * 2 <= 64 and not wide:\n        bk *= 2\n",
+        "    for candidate in (16, 32, 64, 128, 256):\n        if candidate < 32:\n            continue\n"
+        "        if candidate > 64:\n            break\n        bk = candidate\n",
+    )
+    assert source != STRANGER
+    (mine,), (theirs,) = (resources(Submission(text), CASES[1]).kernels for text in (source, STRANGER))
+    assert (mine.shared_bytes, mine.threads) == (theirs.shared_bytes, theirs.threads)
+    assert mine.shared_bytes == 2 * (128 * 64 + 64 * 64) * 2
+
+
+def test_a_persistent_grid_with_warps_of_its_own_is_read_as_far_as_it_can_be():
+    persistent = """
+tx = T.get_thread_binding()
+todo = T.alloc_var("int32", init=1)
+if tx >= 128:
+    while todo == 1:
+        T.copy(x[bx * BM, 0], a)
+        todo = 0
+else:
+    while todo == 1:
+        T.gemm(a, b, acc, transpose_B=True)
+        todo = 0
+"""
+    source = form(persistent).source.replace("T.Kernel(rows // BM, width // BN,", "T.ClusterKernel(132, 1,")
+    source = source.replace("threads=256", "cluster_dims=2, threads=384")
+    (kernel,) = resources(Submission(source), SMALL).kernels
+    assert (kernel.grid, kernel.threads, kernel.shared_bytes) == ((132, 1), 384, 2 * 128 * 64 * 2)
+    assert kernel.reads_bytes["stacked_expert_tokens"] is None
+    assert any("`while todo == 1` ends at run time" in text for text in kernel.unknown)
 
 
 def test_what_cannot_be_evaluated_is_named_with_its_line_and_expression():
