@@ -311,3 +311,36 @@ def heat_maps(
         axes.set_yticks(range(len(row_labels[1])), [str(label) for label in row_labels[1]])
         axes.set_xticks(range(len(column_labels[1])), [str(label) for label in column_labels[1]])
     return figure
+
+
+def memories(places: Mapping[str, tuple[Mapping[str, int], float | None]]) -> Figure:
+    """Buffers in the memories they live in, all to one scale.
+
+    Args:
+        places: for each memory its buffers (name: bytes) and how many bytes there are; None for a memory too large to
+            draw, which ends in an arrow.
+    """
+    figure, (axes,) = _figure(9, 0.5 + 0.85 * len(places))
+    sums = [sum(buffers.values()) for buffers, _ in places.values()]
+    limits = [limit for _, limit in places.values() if limit is not None]
+    width = max(*sums, *limits) / 1024
+    for row, (name, (buffers, limit)) in enumerate(places.items()):
+        y, left = len(places) - row - 1, 0.0
+        end = width * 1.04 if limit is None else limit / 1024
+        _box(axes, 0, y + 0.2, end, 0.6, _PALE, linewidth=0 if limit is None else 1.2)
+        if limit is None:
+            axes.annotate("", (end * 1.03, y + 0.5), (end * 0.985, y + 0.5), arrowprops={"arrowstyle": "->"})
+        for number, (buffer, size) in enumerate(buffers.items()):
+            _box(axes, left, y + 0.2, size / 1024, 0.6, (SKY, "#F5D08A", "#8FD3B6")[number % 3])
+            label = f"{buffer}\n{size / 1024:g} KiB"
+            wide = size / 1024 > 0.075 * width
+            axes.text(
+                left + size / 2048, y + 0.5, label if wide else buffer, ha="center", va="center", fontsize=8,
+                rotation=0 if wide else 90,
+            )  # fmt: skip
+            left += size / 1024
+        free = "" if limit is None else f", {limit / 1024:g} KiB"
+        axes.text(-0.01 * width, y + 0.5, f"{name}{free}", ha="right", va="center", fontsize=9)
+    axes.set_xlim(-0.27 * width, width * 1.09)
+    axes.set_ylim(0, len(places))
+    return figure

@@ -310,3 +310,26 @@ def measurements(folder: Path | None = None) -> list[Measurement]:
     if not folder.is_dir():
         raise DataError(f"got no folder {folder}, expected recorded measurements: run `moe-lab bench`")
     return [row for path in sorted(folder.glob("*.csv")) for row in load(path, Measurement)]
+
+
+def newest_run(device: str, name: str, routing: str, folder: Path | None = None) -> list[Measurement]:
+    """The newest recorded run that timed something on a device: all its rows of one routing with a cold cache.
+
+    Args:
+        device: part of the device's own name, such as "H200".
+        name: step, file or library that the run must hold.
+        routing: name of the routing.
+        folder: ``data/measurements`` by default.
+
+    Returns:
+        Rows of that run, in the order recorded; empty if there is no such run.
+
+    Raises:
+        DataError: for a row that does not fit.
+    """
+    rows = [
+        row for row in measurements(folder)
+        if device in row.device and row.routing == routing and row.cache == "cold"
+    ]  # fmt: skip
+    runs = [row.run for row in rows if row.name == name]
+    return [row for row in rows if runs and row.run == max(runs)]
