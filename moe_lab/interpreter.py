@@ -11,6 +11,7 @@ Nothing of the file is executed, and the number of steps is limited.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ from moe_lab.submission import Submission
 #: Statements followed in one file before giving up: more than any real one, less than a second.
 _MOST_STEPS = 50_000
 _MOST_DEPTH = 40
+#: Items of a container and bits of a number that are kept.
+_MOST_ITEMS = 10_000
+_MOST_BITS = 4096
 
 
 def launches(submission: Submission, case: Case, layout: GroupedLayout) -> list[Launch]:
@@ -194,13 +198,16 @@ class _Interpreter:
             f"{self.submission.name}, line {getattr(node, 'lineno', 1)}: cannot be followed by reading: {why}"
         )
 
+    def step(self, node: ast.AST) -> None:
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise self.lost(node, f"more than {_MOST_STEPS} statements, a loop may have no end")
+
     # ---- statements
 
     def block(self, body: Sequence[ast.stmt], scope: _Scope) -> None:
         for statement in body:
-            self.steps += 1
-            if self.steps > _MOST_STEPS:
-                raise self.lost(statement, f"more than {_MOST_STEPS} statements, a loop may have no end")
+            self.step(statement)
             handler = getattr(self, "do_" + type(statement).__name__.lower(), None)
             if handler is not None:
                 handler(statement, scope)
@@ -349,7 +356,7 @@ class _Interpreter:
             self.device_loop(node, source, scope)
             return
         if isinstance(source, (range, list, tuple, dict, zip, enumerate, reversed, set)):
-            for item in list(source)[:_MOST_STEPS]:
+            for item in itertools.islice(source, _MOST_STEPS):
                 self.bind(node.target, item, scope, node.lineno)
                 if not self.once(node.body, scope):
                     return
@@ -549,7 +556,8 @@ class _Interpreter:
         for item in node.elts:
             if isinstance(item, ast.Starred):
                 value = self.value(item.value, scope)
-                items += list(value) if isinstance(value, (tuple, list, range)) else [Unknown("a starred value")]
+                readable = isinstance(value, (tuple, list, range)) and not _too_large(value)
+                items += list(value) if readable else [Unknown("a starred value")]
             else:
                 items.append(self.value(item, scope))
         return tuple(items)
@@ -567,8 +575,9 @@ class _Interpreter:
 
     def value_joinedstr(self, node: ast.JoinedStr, scope: _Scope) -> Any:
         parts = [self.value(v.value if isinstance(v, ast.FormattedValue) else v, scope) for v in node.values]
-        unknown = next((part for part in parts if not _plain(part)), None)
-        return "".join(map(str, parts)) if unknown is None else Unknown(f"`{ast.unparse(node)}` is not read")
+        if not all(_plain(part) and not _too_large(part) for part in parts):
+            return Unknown(f"`{ast.unparse(node)}` is not read")
+        return "".join(map(str, parts))
 
     def value_namedexpr(self, node: ast.NamedExpr, scope: _Scope) -> Any:
         value = self.value(node.value, scope)
@@ -599,10 +608,11 @@ class _Interpreter:
         # A stranger's file must not be able to ask for a number or a text that fills memory.
         if kind in (ast.Pow, ast.LShift) and not (numbers and abs(left) < 2**32 and abs(right) <= 64):
             return Unknown(f"`{ast.unparse(node)}` is too large")
-        if kind is ast.Mult and not numbers and max(_length(left), 1) * max(_length(right), 1) > 10_000:
+        if kind is ast.Mult and not numbers and max(_length(left), 1) * max(_length(right), 1) > _MOST_ITEMS:
             return Unknown(f"`{ast.unparse(node)}` is too large")
         try:
-            return _BINARY[kind](left, right)
+            result = _BINARY[kind](left, right)
+            return Unknown(f"`{ast.unparse(node)}` is too large") if _too_large(result) else result
         except (ArithmeticError, TypeError, ValueError, KeyError) as error:
             return Unknown(f"`{ast.unparse(node)}` fails: {error}")
 
@@ -656,8 +666,8 @@ class _Interpreter:
             source = self.value(generator.iter, inner)
             if not isinstance(source, (list, tuple, range, dict, zip, enumerate, set, reversed)):
                 return Unknown(f"`{ast.unparse(generator.iter)}` is known at run time only")
-            for item in list(source)[:_MOST_STEPS]:
-                self.steps += 1
+            for item in itertools.islice(source, _MOST_STEPS):
+                self.step(generator.iter)
                 self.bind(generator.target, item, inner, generator.iter.lineno)
                 tests = [self.value(test, inner) for test in generator.ifs]
                 if all(test and not isinstance(test, Unknown) for test in tests):
@@ -751,6 +761,8 @@ class _Interpreter:
             unknown = next((value for value in flat if isinstance(value, Unknown)), None)
             if unknown is not None:
                 return unknown
+            if target is not len and any(_too_large(value) for value in flat):
+                return Unknown(f"`{ast.unparse(node)}` is too large")
             try:
                 return target(*args, **kwargs)
             except (ArithmeticError, TypeError, ValueError) as error:
@@ -781,9 +793,11 @@ class _Interpreter:
             if name in ("contiguous", "to", "cuda", "clone", "zero_"):
                 return owner
         if isinstance(owner, (dict, list, str, int, tuple)) and name in _METHODS:
+            if any(_too_large(value) for value in (owner, *args)):
+                return Unknown(f"`{ast.unparse(node)}` is too large")
             try:
                 return getattr(owner, name)(*args)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
                 return Unknown(f"`{ast.unparse(node)}` fails: {error}")
         if isinstance(owner, _Kernel):
             return Unknown(f"`{ast.unparse(node)}` is known at run time only")
@@ -975,8 +989,20 @@ def _comparable(value: Any) -> Any:
     return value.last if isinstance(value, _Module) else value
 
 
+def _too_large(value: Any) -> bool:
+    """Whether a value of a stranger's file could grow until it fills memory."""
+    if isinstance(value, int):
+        return value.bit_length() > _MOST_BITS
+    if isinstance(value, range):
+        return abs(value.stop - value.start) > _MOST_ITEMS  # its len() fails beyond 2**63
+    return isinstance(value, (str, tuple, list, dict, set)) and len(value) > _MOST_ITEMS
+
+
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, tuple, list)) else abs(int(value))
+    """How much a factor of a product multiplies: items of a sequence, or the number itself."""
+    if isinstance(value, (str, tuple, list)):
+        return len(value)
+    return abs(value) if isinstance(value, int) else 1
 
 
 def _number(value: Any) -> int | Unknown:

@@ -437,6 +437,25 @@ def test_files_that_cannot_be_followed_end_in_one_sentence(source, message):
         resources(Submission(source), SMALL)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["X = list(range(10 ** 12))", "Y = sum(range(10 ** 12))"],
+        ["X = 3", *["X = X * X"] * 60],
+        ["X = 'a'", *["X = X + X"] * 60],
+        ["X = [1]", *["X.extend(X)"] * 60],
+        ["X = 'a'", *["X = f'{X}{X}'"] * 60],
+        ["X = [1]", *["X = [*X, *X]"] * 60],
+        ["X = [i for i in range(10 ** 12) for j in range(10 ** 12)]"],
+        ["X = len(range(10 ** 30))", "Y = sum(range(10 ** 30))", "Z = [*range(10 ** 30)]"],
+    ],
+)
+def test_a_file_cannot_fill_memory(lines):
+    source = "\n".join(lines) + "\ndef run_kernel(*a):\n    pass\n"
+    with pytest.raises(SubmissionError, match=r"got no T\.Kernel|may have no end"):
+        resources(Submission(source), SMALL)
+
+
 def test_nothing_of_the_file_is_executed(tmp_path):
     mark = tmp_path / "mark"
     source = f"import os\nopen({str(mark)!r}, 'w')\nos.mkdir({str(mark)!r})\n" + step("s0").source
