@@ -269,8 +269,8 @@ def tune(
     changes = ", ".join(f"{name}={value!r}" for name, value in result.values.items())
     found = f"{changes}: {result.median_ms:.4f} ms instead of" if changes else "nothing is faster than the source:"
     print(
-        f"{found} {result.source_ms:.4f} ms on {where}; {result.timed} timed, {result.pruned} pruned without compiling, "
-        f"{result.failed} did not compile or were wrong"
+        f"{found} {result.source_ms:.4f} ms on {where}; {result.timed} timed, {result.pruned} pruned without "
+        f"compiling, {result.failed} did not compile or were wrong"
     )
 
 
