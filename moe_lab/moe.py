@@ -20,7 +20,7 @@ def best_step() -> Step:
     """The step recommended for this machine's device.
 
     Hopper GPUs get the end of the Hopper branch, which uses instructions that no other card has; every other device,
-    the CPU included, gets the end of the C500 branch, which asks for 64 KiB of shared memory and no asynchronous copies.
+    the CPU included, gets the end of the C500 branch, which needs no more than 64 KiB of shared memory.
     """
     hopper = backend.detect().kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
     branch = "hopper" if hopper else "c500"
