@@ -337,9 +337,7 @@ class _Interpreter:
             ways.append((scope.vars, returned))
         going_on = [found for found, returned in ways if returned is None]
         if not going_on:
-            raise _ReturnSignal(
-                self.agreed([returned.value for _, returned in ways if returned is not None], node)
-            )
+            raise _ReturnSignal(self.agreed([returned.value for _, returned in ways if returned is not None], node))
         names = set().union(*going_on)
         missing = Unknown(f"line {node.lineno}: `{ast.unparse(node.test)}` is known at run time only")
         scope.vars = {name: self.agreed([found.get(name, missing) for found in going_on], node) for name in names}
