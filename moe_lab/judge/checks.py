@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -18,7 +19,7 @@ from moe_lab.judge.verdict import CaseReport, Failure, Verdict
 #: A repeated input that is answered this many times faster than new ones was not computed; shorter calls say nothing.
 _REPLAY_FACTOR = 5.0
 _REPLAY_LEAST_S = 0.01
-_REPLAY_FRESH = 5
+_REPLAY_FRESH, _REPLAY_REPEATS = 5, 3
 
 
 @dataclass
@@ -130,13 +131,14 @@ def _history_problem(history: Sequence[Made], must_launch: bool) -> Failure | No
     """What only shows over several calls: answers without a launch, replays of a repeated input, threads left."""
     usual = max(made.launches for made in history)
     repeats = [made for made in history if made.call.change == "nothing"]
-    # The first call compiles. Of the others the fastest: a busy machine makes single calls slow, never fast.
+    # The first call compiles. Of the other new inputs the fastest, of the repeats the middle one: a busy machine makes
+    # single calls slow, never fast.
     fresh = [made.seconds for made in history[1:] if made.call.change != "nothing"]
-    fresh_s = min(fresh, default=0.0)
+    fresh_s, repeat_s = min(fresh, default=0.0), median(made.seconds for made in repeats) if repeats else 0.0
     replayed = (
         len(fresh) >= _REPLAY_FRESH
-        and fresh_s > _REPLAY_LEAST_S
-        and fresh_s > _REPLAY_FACTOR * max((made.seconds for made in repeats), default=fresh_s)
+        and len(repeats) >= _REPLAY_REPEATS
+        and fresh_s > max(_REPLAY_LEAST_S, _REPLAY_FACTOR * repeat_s)
     )
     for made in history:
         if made.launches == 0 and must_launch:

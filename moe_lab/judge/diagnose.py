@@ -21,10 +21,10 @@ from moe_lab.judge.session import Made
 _SAME_ROUNDING = 8e-4
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
-#: Part of the wrong rows for which a mistake's answer has to be known, or at least so many rows.
-_KNOWN, _FEW_ROWS = 0.1, 3
+#: Wrong rows whose answer a mistake has to explain with finite numbers.
+_FEW_ROWS = 3
 #: A mistake is looked for in so many wrong rows at most: a contest case has thousands.
-_MAX_ROWS = 512
+_MAX_ROWS = 128
 #: Reduction chunks that a loop over K may lose.
 _CHUNKS = (16, 32, 64, 128, 256)
 
@@ -42,11 +42,13 @@ class Hypothesis:
         answer: raw row numbers (R,) to what the mistake would have answered there, (R, H) fp32; infinite where
             unknown.
         same: relative Frobenius distance below which a row is what this mistake would have answered.
+        bits: whether the answer is copied and not computed, so that only equal bits count.
     """
 
     cause: str
     answer: Callable[[torch.Tensor], torch.Tensor]
     same: float = 5e-3
+    bits: bool = False
 
 
 def cause_of(history: Sequence[Made]) -> str | None:
@@ -69,14 +71,13 @@ def cause_of(history: Sequence[Made]) -> str | None:
     columns = _wrong_columns(made)
     best, explained = None, 0.0
     for hypothesis in _hypotheses(history):
-        share = _agreement(hypothesis.answer(wrong)[:, columns], got[:, columns], hypothesis.same)
+        answer = hypothesis.answer(wrong)[:, columns]
+        share = _agreement(answer, got[:, columns], hypothesis.same, bits=hypothesis.bits)
         if share > explained + 0.01:
             best, explained = hypothesis, share
         if explained > _SURE:
             break
-    # One NaN is like another, so they alone are no reason to name a mistake.
-    enough = _NAMED if torch.isfinite(got).all(dim=1).float().mean() > _NAMED else _SURE
-    if best is None or explained < enough:
+    if best is None or explained < _NAMED:
         return _precision(made)
     return best.cause if explained > _SURE else f"{best.cause} (explains {explained:.0%} of the wrong rows)"
 
@@ -96,20 +97,28 @@ def _rows_of(answers: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return answers.__getitem__
 
 
-def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float) -> float:
+def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = 5e-3, *, bits: bool = False) -> float:
     """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
 
-    A mistake that reads past the end of an array is known on the other rows only, often the smaller part.
+    A mistake that reads past the end of an array is known on the other rows only, often the smaller part. One NaN is
+    like another, so some of the rows that agree must be finite.
+
+    Args:
+        answer, got: (R, H) fp32; a row of the answer is unknown where it is infinite.
+        same: relative Frobenius distance below which a row agrees.
+        bits: whether only equal bits agree, NaN among them.
     """
     known = ~torch.isinf(answer).any(dim=1)
-    # Whole rows do not agree by chance, so three of them are enough.
-    if known.float().mean() < _KNOWN and int((known & torch.isfinite(got).all(dim=1)).sum()) < _FEW_ROWS:
+    if not known.any():
         return 0.0
-    answer, got = answer[known], got[known]
-    same_bits = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
+    equal = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
+    if bits:
+        return float(equal[known].float().mean())
     distance = (answer - got).norm(dim=1)
-    close = distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5
-    return float((same_bits | close).float().mean())
+    agree = known & (equal | (distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5))
+    # Whole rows do not agree by chance, so three of them are enough.
+    enough = int((agree & torch.isfinite(got).all(dim=1)).sum()) >= min(_FEW_ROWS, len(got))
+    return float(agree[known].float().mean()) if enough else 0.0
 
 
 def _wrong_columns(made: Made) -> torch.Tensor:
@@ -134,7 +143,7 @@ def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
 def _unwritten(made: Made) -> Iterator[Hypothesis]:
     storage = made.inputs.valid_rows
     before = made.out_before[storage].float()
-    yield Hypothesis("not written, out still holds what it held before the call", lambda rows: before[rows])
+    yield Hypothesis("not written, out still holds what it held before the call", before.__getitem__, bits=True)
     yield Hypothesis("zero where a value is expected", lambda rows: torch.zeros_like(made.truth[rows]))
     constant = made.out[storage[made.comparison.wrong_rows]].float().flatten()
     if constant.numel() and bool(torch.isfinite(constant).all()) and bool((constant == constant[0]).all()):
@@ -178,7 +187,7 @@ def _remembered(history: Sequence[Made]) -> Iterator[Hypothesis]:
         if old.inputs.layout != now.layout and old.inputs.layout.num_padded_rows == now.layout.num_padded_rows:
             yield Hypothesis(
                 f"computed with the routing of call {old.number + 1}: sizes or offsets are kept from an earlier call",
-                partial(_with_layout_of, now, old.inputs),
+                partial(_with_layout_of, made, old.inputs),
             )
         if old.inputs.layout.num_padded_rows == now.layout.num_padded_rows:
             yield Hypothesis(
@@ -275,7 +284,8 @@ def _indices(made: Made) -> Iterator[Hypothesis]:
     for distance, name in ((1, "one row"), (layout.block, "one block")):
         for sign, direction in ((-1, "far"), (1, "early")):
             yield Hypothesis(
-                f"the result is written {name} too {direction}", partial(_shifted, made, shift=sign * distance)
+                f"the result is written {name} too {direction}",
+                lambda rows, shift=sign * distance: _shifted(made, inputs.valid_rows[rows], shift),  # type: ignore[misc]
             )
     hidden, intermediate = inputs.case.hidden, inputs.case.intermediate
 
@@ -401,9 +411,8 @@ def _at_storage(inputs: Inputs, storage: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-def _shifted(made: Made, rows: torch.Tensor, shift: int) -> torch.Tensor:
-    """What is found at padded rows if each holds the answer of the row that lies ``shift`` further on."""
-    storage = made.inputs.valid_rows[rows]
+def _shifted(made: Made, storage: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """What is found at storage rows if each holds the answer of the row that lies ``shift`` further on."""
     answer = _at_storage(made.inputs, storage + shift)
     unwritten = torch.isinf(answer).any(dim=1)
     answer[unwritten] = made.out_before[storage[unwritten]].float()
@@ -423,24 +432,23 @@ def _compact(made: Made, rows: torch.Tensor) -> torch.Tensor:
 def _stale_hidden(now: Inputs, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
     """Stage 2 of this call on the hidden activation that an earlier call left at the same padded rows."""
     raw = _in_storage(old)[now.valid_rows[rows]]
-    owner_now, owner_old = _owners(now)[rows], _owners(old)[raw.clamp_min(0)]
+    mine, theirs = _owners(now)[rows], _owners(old)[raw.clamp_min(0)]
     answer = torch.full((len(rows), now.case.hidden), torch.inf, device=rows.device)
-    for index in torch.nonzero(raw >= 0).flatten().tolist():
-        x = old.stacked_expert_tokens[old.valid_rows[raw[index]]].float()[None]
-        expert = int(owner_old[index])
-        h = F.silu(x @ old.gate_w[expert].float().T) * (x @ old.up_w[expert].float().T)
-        weight = now.routed_expert_weights[rows[index]].float()
-        answer[index] = (h @ now.down_w[int(owner_now[index])].float().T)[0] * weight
+    for expert, other in {(int(a), int(b)) for a, b, c in zip(mine, theirs, raw, strict=True) if c >= 0}:
+        both = (mine == expert) & (theirs == other) & (raw >= 0)
+        x = old.stacked_expert_tokens[old.valid_rows[raw[both]]].float()
+        left = F.silu(x @ old.gate_w[other].float().T) * (x @ old.up_w[other].float().T)
+        answer[both] = left @ now.down_w[expert].float().T * now.routed_expert_weights[rows[both], None].float()
     return answer
 
 
-def _with_layout_of(now: Inputs, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
-    """This call's tensors, cut into groups as an earlier call was."""
+def _with_layout_of(made: Made, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
+    """This call's tensors, cut into groups as an earlier call was; rows that belonged to no group are not written."""
     mixed = replace(
-        now, layout=old.layout, group_sizes=old.group_sizes, group_offsets=old.group_offsets,
+        made.inputs, layout=old.layout, group_sizes=old.group_sizes, group_offsets=old.group_offsets,
         group_padded_offsets=old.group_padded_offsets, group_idx_for_bx=old.group_idx_for_bx,
     )  # fmt: skip
-    return _at_storage(mixed, now.valid_rows[rows])
+    return _shifted(replace(made, inputs=mixed), made.inputs.valid_rows[rows])
 
 
 def _padding_cause(made: Made) -> str:
@@ -464,7 +472,7 @@ def _padding_cause(made: Made) -> str:
             for i, e in enumerate(owner)
         ]
     )
-    if _agreement(answer, now.float(), Hypothesis.same) > _NAMED:
+    if _agreement(answer, now.float()) > _NAMED:
         return "padding rows are computed like valid ones: the store is not masked with actual_rows"
     return "padding rows are written: the store is not masked with actual_rows"
 

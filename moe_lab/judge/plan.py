@@ -176,9 +176,9 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256) 
     changes: list[Change] = [
         "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing", "everything",
     ]  # fmt: skip
-    order = list(changes)
+    order = [*changes, "nothing", "nothing"]
     rng.shuffle(order)
-    order += rng.choices(changes, k=rng.randint(8, 14))
+    order += rng.choices(changes, k=rng.randint(6, 12))
     fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
     calls = [Call(tuple(base), rng.getrandbits(31))]
     for change in order:

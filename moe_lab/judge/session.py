@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -275,6 +276,8 @@ def _raised(answer: Message) -> tuple[Verdict, str]:
         return (Verdict.RULE_VIOLATION, f"{where}: {text}; `moe-lab explain {answer['rule_id']}`")
     if answer["kind"] in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in message:
         return (Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
+    if message.startswith(f"[Errno {errno.EFBIG}]"):
+        return (Verdict.RESOURCE_ERROR, f"{where}: wrote a larger file than one run may, expected none at all")
     if answer["stage"] == "compile":
         return (Verdict.COMPILE_ERROR, f"{where}: TileLang could not compile the kernel: {text}")
     if answer["stage"] == "launch":
