@@ -406,34 +406,51 @@ def render(rows: Sequence[Measurement]) -> list[str]:
     return lines
 
 
-def summary(folder: Path | None = None) -> list[str]:
-    """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
+def summary_rows(folder: Path | None = None) -> list[Measurement]:
+    """The recorded rows that :func:`summary` reads, cases in order.
 
-    Of each case the newest GPU run counts that has steps, peers and both roofs, with routing
-    :data:`DEFAULT_ROUTING` and a cold cache. ``bound_ratio`` is our best median over the bound of that run,
-    ``vs_best_peer`` is the best peer's median over our best; both from one run, never across runs or devices.
+    Of each contest case the newest GPU run counts that has steps, peers and both roofs, with routing
+    :data:`DEFAULT_ROUTING` and a cold cache.
 
     Raises:
         DataError: if no recorded run qualifies.
     """
-    rows = [
-        row for row in measurements(folder) if row.cache == "cold" and row.routing == DEFAULT_ROUTING
-    ]  # fmt: skip
-    lines = []
-    for number, case in CASES.items():
+    rows = [row for row in measurements(folder) if row.cache == "cold" and row.routing == DEFAULT_ROUTING]
+    chosen: list[Measurement] = []
+    for case in CASES.values():
+        sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
         runs: dict[str, list[Measurement]] = {}
         for row in rows:
-            if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == (
-                case.num_experts, case.hidden, case.intermediate, case.num_tokens,
-            ):  # fmt: skip
+            if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == sizes:
                 runs.setdefault(row.run, []).append(row)
         complete = [
             part for _, part in sorted(runs.items())
             if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
         ]  # fmt: skip
-        if not complete:
+        chosen += complete[-1] if complete else []
+    if not chosen:
+        raise DataError(
+            f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
+            "`moe-lab bench` on a machine with a GPU"
+        )
+    return chosen
+
+
+def summary(folder: Path | None = None) -> list[str]:
+    """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
+
+    ``bound_ratio`` is our best median over the bound of that run, ``vs_best_peer`` is the best peer's median over our
+    best; both from one run, never across runs or devices. See :func:`summary_rows` for which run that is.
+
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    rows = summary_rows(folder)
+    lines = []
+    for number, case in CASES.items():
+        part = [row for row in rows if row.case == case.name]
+        if not part:
             continue
-        part = complete[-1]
         ours = min((row for row in part if row.kind == "step"), key=lambda row: row.median_ms)
         peer = min((row for row in part if row.kind == "peer"), key=lambda row: row.median_ms)
         bound = bound_ms(part)
@@ -442,10 +459,5 @@ def summary(folder: Path | None = None) -> list[str]:
             f"case {number} bound_ratio={bound_ratio:.3f} vs_best_peer={vs_best_peer:.3f} "
             f"ours={ours.name} {ours.median_ms:.4f} ms, bound {bound:.4f} ms, best peer {peer.name} "
             f"{peer.median_ms:.4f} ms, {ours.device}, run {ours.run}"
-        )
-    if not lines:
-        raise DataError(
-            f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
-            "`moe-lab bench` on a machine with a GPU"
         )
     return lines
