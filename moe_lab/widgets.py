@@ -6,6 +6,7 @@ browser. Where widgets do not live (a code host, a PDF, nbconvert) each leaves a
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import threading
@@ -138,6 +139,12 @@ def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     return picture.getvalue()
+
+
+@functools.lru_cache(maxsize=256)
+def _roofline_png(readout: Readout) -> bytes:
+    """The roofline of a readout without its words: most moves of a slider leave it as it is."""
+    return _png(draw_roofline(readout))
 
 
 def _note(text: str, kind: str = "", details: str = "") -> str:
@@ -364,7 +371,9 @@ class TileExplorer(_Panel):
             self._readout.value = _readout_html(readout)
             self._rows.value = _rows_html(readout)
             self._bound.value = html.escape(readout.bound_sentence)
-            self._roofline.value = _png(draw_roofline(readout))
+            self._roofline.value = _roofline_png(
+                replace(readout, title="", sentence="", gauges=(), columns=(), rows=())
+            )
             if self._shown:
                 self._text.value = self._shown_html()
         except MoeLabError as error:

@@ -143,22 +143,29 @@ class Lab:
         (target or self.page).screenshot(path=PICTURES / f"{name}.png")
 
 
-@pytest.fixture
-def lab(tmp_path):
-    """JupyterLab on a copy of notebooks/, open in Chromium."""
+@contextmanager
+def open_lab(scratch):
+    """JupyterLab on a copy of notebooks/ in an empty folder, open in Chromium; skips where there is no Chromium."""
     chromium = _chromium()
     if chromium is None:
         pytest.skip("there is no Chromium on the PATH (Debian, Ubuntu: apt-get install chromium)")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: run `make test-browser`")
-    folder, home = tmp_path / "checkout" / "notebooks", tmp_path / "home"
+    folder, home = scratch / "checkout" / "notebooks", scratch / "home"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
     home.mkdir()
     with _server(folder, home) as server, playwright.sync_playwright() as driver:
         browser = driver.chromium.launch_persistent_context(
-            str(tmp_path / "profile"), executable_path=chromium, headless=True, args=_FLAGS,
-            viewport={"width": 1440, "height": 1000},
+            str(scratch / "profile"), executable_path=chromium, headless=True, args=_FLAGS,
+            viewport={"width": 1440, "height": 1300},
         )  # fmt: skip
         try:
             yield Lab(folder, browser.pages[0] if browser.pages else browser.new_page(), *server)
         finally:
             browser.close()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """JupyterLab on a copy of notebooks/, open in Chromium."""
+    with open_lab(tmp_path) as opened:
+        yield opened
