@@ -6,6 +6,7 @@ import ast
 import builtins
 import copy
 import dataclasses
+import re
 
 import nbformat
 import pytest
@@ -284,3 +285,10 @@ def test_notebook_runs_from_the_first_cell_with_no_answers(path) -> None:
     done = notebooks.normalise(notebooks.execute(notebooks.read(path), path.stem))
     assert notebooks.problems(done, path.stem) == []
     assert len(path.read_bytes()) < notebooks.MAX_BYTES
+
+
+@EACH
+def test_links_to_other_notebooks_lead_somewhere(path) -> None:
+    text = "\n".join(cell.source for cell in notebooks.read(path).cells if cell.cell_type == "markdown")
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert [target for target in targets if not (path.parent / target).exists()] == []
