@@ -47,6 +47,10 @@ class Listing:
         """The lines alone."""
         return self.text
 
+    def folded(self, summary: str) -> FoldedListing:
+        """The same below a line that opens it."""
+        return FoldedListing(summary, self)
+
     def _repr_markdown_(self) -> str:
         count = self.text.count("\n")
         where = f"Lines {self.first_line} to {self.first_line + count}:\n\n" if self.first_line else ""
@@ -60,6 +64,27 @@ class Listing:
             f'<span style="{_SHADES.get(line[:1], "")}">{html.escape(line)}</span>' for line in self.text.splitlines()
         )
         return '<pre style="font-family:monospace;font-size:12px;line-height:1.35">' + "\n".join(shown) + "</pre>"
+
+
+@dataclass(frozen=True)
+class FoldedListing:
+    """Lines of source that are shown when their heading is clicked.
+
+    Attributes:
+        summary: the heading.
+        listing: the lines.
+    """
+
+    summary: str
+    listing: Listing
+
+    def __str__(self) -> str:
+        """Heading and lines."""
+        return f"{self.summary}\n{self.listing}"
+
+    def _repr_html_(self) -> str:
+        shown = self.listing._repr_html_() or f"<pre>{html.escape(self.listing.text)}</pre>"
+        return f"<details><summary>{html.escape(self.summary)}</summary>{shown}</details>"
 
 
 def lines(submission: Submission, first: str, last: str | None = None, *, occurrence: int = 1) -> Listing:

@@ -51,6 +51,12 @@ def test_differences_are_escaped_and_shaded() -> None:
     assert lines(FILE, "if x")._repr_html_() is None
 
 
+def test_folded_listing_keeps_every_line_behind_its_heading() -> None:
+    folded = lines(FILE, "if x", "return A").folded("a < b")
+    assert folded._repr_html_() == "<details><summary>a &lt; b</summary><pre>if x:\n    return A</pre></details>"
+    assert str(folded) == "a < b\nif x:\n    return A"
+
+
 def test_only_long_arithmetic_is_cut() -> None:
     line = (
         "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
