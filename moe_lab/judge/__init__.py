@@ -1,13 +1,41 @@
-"""The local judge.
+"""The local judge: ``judge(submission)`` gives a :class:`Report` whose ``verdict`` is one of nine words.
 
-``judge(submission)`` runs one submission in a fresh process and compares everything it writes with a truth that this
-process never holds.
+What happens, in this order:
+
+1. The text is read, parsed and held against the rules (:mod:`.rules`). A violation ends the run.
+2. A fresh process is started for the submission (:mod:`.process`, :mod:`.worker`) and loads it under the sandbox
+   (:mod:`.sandbox`).
+3. The judge draws the inputs of each call (:mod:`.plan`) and writes them into memory that both processes share
+   (:mod:`.arena`); the worker calls ``run_kernel`` on that memory. Truth, comparison (:mod:`.compare`) and diagnosis
+   (:mod:`.diagnose`) stay with the judge: the worker never holds an answer, and nothing it says can turn a wrong
+   ``out`` into a right one.
+4. Whether the kernels fit a C500 (:mod:`.fit`), what happens under the contract's open questions (:mod:`.variants`)
+   and, with a GPU, times beside the baseline.
+
+What is defended, each with a file in ``tests/exploits`` that must be caught: answers, weights or routing kept from an
+earlier call, whole or in part, by shape, address, sample or content; computing in the first calls or on poisoned
+buffers only; a branch for small sizes (on a CPU the contest's own H, I and E are called with one block of rows, on a
+GPU the whole cases are); edited inputs; writes outside ``out``; values that only padding, old or unwritten memory
+explains; answers that only the contest's loose tolerance passes; forged results and printed verdicts; endless loops,
+crashes, floods of output, memory or files; processes and threads left behind.
+
+What is not defended: this is no security boundary. The submission runs as the same user. The sandbox is a replica of
+the contest's rules; text that gets around it can read and write this user's files, among them TileLang's cache of
+compiled kernels and the judge itself, reach other processes, or use the network. On a CPU a file may still behave
+differently when all of the contest's rows are there, which only a GPU run or the contest shows. A thread or stream
+that writes ``out`` after ``run_kernel`` has returned and before the judge looks counts as written. Results of a
+repeated input that are kept behind a kernel launch of the same length do not show. Races that need a GPU do not
+happen on a CPU.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_lab.judge.local import judge
+    from moe_lab.judge.verdict import Report, Verdict
 
 _LAZY = {"Report": "moe_lab.judge.verdict", "Verdict": "moe_lab.judge.verdict", "judge": "moe_lab.judge.local"}
 

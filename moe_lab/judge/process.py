@@ -109,6 +109,8 @@ class Worker:
         ours, theirs = socket.socketpair()
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         environment |= {RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
+        # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
+        environment.setdefault("OMP_NUM_THREADS", "1")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_checkout(), environment.get("PYTHONPATH")]))
         key = secrets.token_bytes(KEY_BYTES)
         with theirs:

@@ -230,13 +230,15 @@ class Session:
         }
         assert self._worker is not None
         try:
-            self._worker.request(start, limits.start_s)
+            started = self._worker.request(start, limits.start_s)
         except WorkerEnded as end:
-            words = self._worker.log.strip()[-500:] or "none"
+            words = (self._worker.log.strip() or "none").splitlines()[-1][-300:]
             raise BackendError(
                 f"the worker did not start ({end}), usually because torch or TileLang cannot be imported: run "
                 f"`moe-lab doctor`. Its last words: {words}"
             ) from None
+        if started["event"] == "failed":
+            raise BackendError(started["message"])
         self._doing = "loading the file"
         self._say(self._doing)
         loaded = self._request({"event": "load", "path": str(source), "sandboxed": self._sandboxed}, limits.load_s)
@@ -278,6 +280,11 @@ def _raised(answer: Message) -> tuple[Verdict, str]:
         return (Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
     if message.startswith(f"[Errno {errno.EFBIG}]"):
         return (Verdict.RESOURCE_ERROR, f"{where}: wrote a larger file than one run may, expected none at all")
+    if answer["kind"] == "UnsupportedOnCPUError" and "no meaning on a CPU" in message:
+        return (
+            Verdict.JUDGE_ERROR,
+            f"{where}: it cannot be judged on a machine with no GPU, which says nothing about the file: {message}",
+        )
     if answer["stage"] == "compile":
         return (Verdict.COMPILE_ERROR, f"{where}: TileLang could not compile the kernel: {text}")
     if answer["stage"] == "launch":

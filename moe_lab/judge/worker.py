@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe_lab.errors import MoeLabError
 from moe_lab.judge.channel import KEY_BYTES, Channel, ChannelClosedError, Message
 
 _PR_SET_PDEATHSIG = 1
@@ -154,7 +155,10 @@ class _Session:
         self._garbage.install()
         if tilelang:
             # Its import belongs to the start, not to the submission's time.
-            backend.prepare()
+            try:
+                backend.prepare()
+            except MoeLabError as error:
+                return {"event": "failed", "message": str(error)}
             self._launches.install()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))

@@ -57,7 +57,7 @@ MISTAKES = {
         "wrong_answer", "read at the padded row",
     ),
     "next expert": (
-        [(f"T.copy({name}_w[expert,", f"T.copy({name}_w[(expert + 1) % num_experts,") for name in ("gate", "up", "down")],
+        [(f"{name}_w[expert,", f"{name}_w[(expert + 1) % num_experts,") for name in ("gate", "up", "down")],
         "wrong_answer", "the next expert's weights are used",
     ),
     "last row dropped": (
@@ -74,7 +74,7 @@ MISTAKES = {
         "wrong_answer", "128 of hidden",
     ),
     "padding times zero": (
-        [(MASKED_STORE, STORE.replace("out_acc[i, j] *", "out_acc[i, j] * T.if_then_else(i < actual_rows, 1.0, 0.0) *"))],
+        [(MASKED_STORE, STORE + " * T.if_then_else(i < actual_rows, 1.0, 0.0)")],
         "wrong_answer", "multiplying by a zero mask keeps NaN",
     ),
     "one block too far": (
@@ -88,8 +88,11 @@ MISTAKES = {
     ),
     "unknown TileLang name": ([("T.clear(out_acc)", "T.cleanse(out_acc)")], "compile_error", "cleanse"),
     "shapes that do not multiply": (
-        [("down_shared = T.alloc_shared((STAGE2_BLOCK_N, STAGE2_BLOCK_K)", "down_shared = T.alloc_shared((STAGE2_BLOCK_N, 64)")],
+        [("alloc_shared((STAGE2_BLOCK_N, STAGE2_BLOCK_K)", "alloc_shared((STAGE2_BLOCK_N, 64)")],
         "compile_error", "could not compile the kernel",
+    ),
+    "no meaning on a CPU": (
+        [("T.clear(out_acc)", "T.tvm_mfma(out_acc)")], "judge_error", "says nothing about the file: got T.tvm_mfma",
     ),
     "pipelined": ([("NUM_STAGES = 1", "NUM_STAGES = 2")], "rule_violation", "explain async-copy"),
 }  # fmt: skip
@@ -101,3 +104,31 @@ def test_a_changed_baseline_is_rejected_by_name(name: str) -> None:
     report = run(changed(*edits))
     assert str(report.verdict) == verdict, report.sentence
     assert says in report.sentence
+
+
+def test_other_cards_may_pipeline() -> None:
+    pipelined = changed(("NUM_STAGES = 1", "NUM_STAGES = 2"))
+    report = judge(pipelined, profile="open", seed=3, plan=small_plan())
+    assert report.accepted, report.sentence
+    assert [finding.level for finding in report.findings if finding.rule_id == "async-copy"]
+
+
+def test_weights_kept_inside_the_sandbox_are_caught_by_running() -> None:
+    """Under the open profile the ruling is only advice; the answer gives the file away."""
+    kept = changed(
+        ("    up_logits = ", '    WORKSPACES.setdefault("gate", gate_w.clone())\n    up_logits = '),
+        ("        stacked_expert_tokens, gate_w, up_w", '        stacked_expert_tokens, WORKSPACES["gate"], up_w'),
+    )
+    report = judge(kept, profile="open", seed=3, plan=small_plan())
+    assert str(report.verdict) == "wrong_answer", report.sentence
+    assert "computed with gate_w of call 1: they are kept from an earlier call" in report.sentence
+
+
+def test_too_much_shared_memory_is_a_resource_error_in_the_contest_only() -> None:
+    wide = changed(("STAGE1_BLOCK_N = 128", "STAGE1_BLOCK_N = 256"))
+    report = run(wide, fit=True)
+    assert str(report.verdict) == "resource_error", report.sentence
+    assert "needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in report.sentence
+    report = judge(wide, profile="open", seed=3, plan=small_plan(fit=True))
+    assert report.accepted, report.sentence
+    assert any(line.startswith("does not fit: ") for line in report.fit)
