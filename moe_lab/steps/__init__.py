@@ -66,6 +66,11 @@ STEPS: dict[str, Step] = {
         Step("c8_assume", "c500", "promised bounds of the expert number: no check on a weight load", "c7_prefetch_up"),
         Step("c9_memory_guards", "c500", "an option: memory guards off, with its published risk", "c8_assume"),
         Step("c10_shared_layout", "c500", "an option: swizzled shared tiles", "c9_memory_guards", recommended=True),
+        Step("h1_pipelined", "hopper", "shared operands, 4 tiles in flight, copying warps", "s0_baseline", "open"),
+        Step("h2_expert_tiles", "hopper", "tiles of one expert's tokens, listed on the device", "h1_pipelined", "open"),
+        Step("h3_swapped", "hopper", "weights on the left: token tiles of any height", "h2_expert_tiles", "open"),
+        Step("h4_persistent", "hopper", "one launch that stays, warps told apart by hand", "h3_swapped", "open"),
+        Step("h5_heights", "hopper", "each tile at the height that fits it", "h4_persistent", "open", recommended=True),
     )
 }
 
