@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import html
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ _SHADES = {
 _CASTS = re.compile(r"reinterpret_cast<[^<>]*>")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Listing:
     """Some lines of source.
 
@@ -51,7 +52,13 @@ class Listing:
         """The same below a line that opens it."""
         return FoldedListing(summary, self)
 
-    def _repr_markdown_(self) -> str:
+    def __repr__(self) -> str:
+        """How much there is: a notebook keeps this beside what it shows."""
+        return f"{self.text.count(chr(10)) + 1} lines of {self.language}"
+
+    def _repr_markdown_(self) -> str | None:
+        if self.language == "diff":
+            return None
         count = self.text.count("\n")
         where = f"Lines {self.first_line} to {self.first_line + count}:\n\n" if self.first_line else ""
         return f"{where}```{self.language}\n{self.text}\n```"
@@ -60,13 +67,14 @@ class Listing:
         """Differences in colour; the signs at the beginning of the lines say the same."""
         if self.language != "diff":
             return None
-        shown = (
-            f'<span style="{_SHADES.get(line[:1], "")}">{html.escape(line)}</span>' for line in self.text.splitlines()
-        )
+        shown = []
+        for sign, group in itertools.groupby(self.text.splitlines(), key=lambda line: line[:1]):
+            text = html.escape("\n".join(group))
+            shown.append(f'<span style="{_SHADES[sign]}">{text}</span>' if sign in _SHADES else text)
         return '<pre style="font-family:monospace;font-size:12px;line-height:1.35">' + "\n".join(shown) + "</pre>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FoldedListing:
     """Lines of source that are shown when their heading is clicked.
 
@@ -81,6 +89,10 @@ class FoldedListing:
     def __str__(self) -> str:
         """Heading and lines."""
         return f"{self.summary}\n{self.listing}"
+
+    def __repr__(self) -> str:
+        """The heading."""
+        return f"{self.summary}: {self.listing!r}"
 
     def _repr_html_(self) -> str:
         shown = self.listing._repr_html_() or f"<pre>{html.escape(self.listing.text)}</pre>"
@@ -248,7 +260,7 @@ def _closing(line: str, opening: int) -> int:
     return -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SideBySide:
     """Columns of source, for comparing what one kernel became for several targets.
 
@@ -261,6 +273,10 @@ class SideBySide:
     def __str__(self) -> str:
         """The columns one below the other."""
         return "\n\n".join(f"{heading}\n{text}" for heading, text in self.columns.items())
+
+    def __repr__(self) -> str:
+        """The headings."""
+        return " | ".join(self.columns)
 
     def _repr_html_(self) -> str:
         heads = "".join(f'<th style="text-align:left">{html.escape(heading)}</th>' for heading in self.columns)

@@ -14,7 +14,8 @@ def test_slice_is_found_by_its_text_and_keeps_its_line_number() -> None:
     listing = lines(FILE, "if x", "return A")
     assert str(listing) == "if x:\n    return A"
     assert listing.first_line == 5
-    assert listing._repr_markdown_().startswith("Lines 5 to 6:\n\n```python\nif x:")
+    assert str(listing._repr_markdown_()).startswith("Lines 5 to 6:\n\n```python\nif x:")
+    assert repr(listing) == "2 lines of python"
 
 
 def test_later_occurrence_is_another_line() -> None:
