@@ -270,13 +270,15 @@ def _name(node: ast.Name | ast.arg) -> str:
     return node.arg if isinstance(node, ast.arg) else node.id
 
 
-def test_the_map_of_the_series_names_every_notebook_and_its_minutes() -> None:
+def test_readme_and_map_of_the_series_name_every_notebook_and_its_minutes() -> None:
     start, *others = (notebooks.read(path) for path in PATHS)
     text = "\n".join(cell.source for cell in start.cells)
+    readme = (notebooks.ROOT / "README.md").read_text(encoding="utf-8")
     for path, notebook in zip(PATHS[1:], others, strict=True):
         first = notebook.cells[0].source
         title, minutes = first.splitlines()[0].removeprefix("# "), first.partition("**Minutes:** ")[2].partition(".")[0]
         assert f"| [{title}]({path.name}) | {minutes} |" in text
+        assert re.search(rf"\(notebooks/{path.name}\) \|.*\| {minutes} \|", readme), path.name
 
 
 @pytest.mark.notebooks
