@@ -93,6 +93,8 @@ class Readout:
                     f", or {self.uncached_ms:.3f} ms if all {self.weight_reads:.2f} reads of each weight go to memory"
                 )
             text += "."
+        else:
+            text += " Only run time knows what this configuration computes, so no bound of its own can be told."
         return text
 
     @property
@@ -128,14 +130,17 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     known = [each for each in passes if each is not None]
     mean = sum(known) / len(known) if known else None
     uncached = roofline.work(case, sizes, weight_passes=max(1.0, mean)) if mean is not None else None
+    # Blocks that find nothing to do skip the work. Of the padded layout's own blocks none does.
+    computed = work.whole.padded_flops / work.whole.flops
+    skips = any(kernel.conditional for kernel in found.kernels) and found.work_ratio != computed
     processors = gpu.processors if gpu is not None else 1
-    flops = [_busiest_flops(kernel, processors) for kernel in found.kernels]
+    flops = [None if skips else _busiest_flops(kernel, processors) for kernel in found.kernels]
     fits, sentence = _verdict(found, fit, device)
     return Readout(
         title=f"{submission.name}, {case.name}, {routing_name}, {device.title if device else 'this machine'}",
         fits=fits, sentence=sentence, gauges=tuple(_gauges(found, gpu)),
         columns=("", *(f"stage {kernel.stage}" for kernel in found.kernels)),
-        rows=tuple(_rows(found, fit, passes)), roof=roof, flops=work.whole.flops,
+        rows=tuple(_rows(found, fit, passes, skips)), roof=roof, flops=work.whole.flops,
         case_intensity=work.whole.intensity, weight_reads=mean,
         intensity=uncached.whole.intensity if uncached else None,
         case_ms=_bound_ms(work, [work.stage1.flops, work.stage2.flops], roof),
@@ -221,8 +226,11 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
     return gauges
 
 
-def _rows(found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None]) -> list[tuple[str, ...]]:
+def _rows(
+    found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None], skips: bool
+) -> list[tuple[str, ...]]:
     kernels = found.kernels
+    most = "at most " if skips else ""
     rows: list[tuple[str, ...]] = [
         ("accumulators", *(_registers(kernel.accumulator_registers) for kernel in kernels)),
         ("blocks", *(_grid(kernel) for kernel in kernels)),
@@ -232,9 +240,9 @@ def _rows(found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float 
             ("resident blocks", *(_held(kernel) for kernel in fit.kernels)),
             ("rounds", *(_rounds(kernel) for kernel in fit.kernels)),
         ]
-    rows.append(("reads of a weight", *("none" if each is None else f"{each:.2f}" for each in passes)))
+    rows.append(("reads of a weight", *("none" if each is None else f"{most}{each:.2f}" for each in passes)))
     ratio = found.work_ratio
-    waste = "unknown" if ratio is None else f"{ratio:.2f} × useful"
+    waste = "unknown" if ratio is None else f"{most}{ratio:.2f} × useful"
     rows.append(("work with padding", waste, *("" for _ in kernels[1:])))
     return rows
 

@@ -67,6 +67,8 @@ class KernelResources:
         flops: operations of all T.gemm in all blocks, rows of padding included.
         reads_bytes: bytes read from each tensor in device memory by all blocks; at most, if a condition skips some.
         unknown: what could not be evaluated, with its line and expression.
+        conditional: whether only run time knows which blocks multiply, so that ``flops`` and ``reads_bytes`` are upper
+            limits.
     """
 
     stage: int
@@ -80,6 +82,7 @@ class KernelResources:
     flops: int | None
     reads_bytes: dict[str, int | None] = field(hash=False)
     unknown: tuple[str, ...] = ()
+    conditional: bool = False
 
     @property
     def blocks(self) -> int | None:
@@ -191,8 +194,18 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
     whole = threads is not None
     return KernelResources(
         stage, launch.line, grid, threads, placed, shared_bytes, accumulators if whole else None,
-        fragments if whole else None, flops, reads, tuple(dict.fromkeys(unknown)),
+        fragments if whole else None, flops, reads, tuple(dict.fromkeys(unknown)), _conditional(launch.body),
     )  # fmt: skip
+
+
+def _conditional(nodes: Sequence[Node]) -> bool:
+    """Whether a T.gemm stands inside an ``if`` of the device."""
+    for node in nodes:
+        if isinstance(node, Branch) and any(op.kind == "gemm" for op in walk([node])):
+            return True
+        if isinstance(node, Loop) and _conditional(node.body):
+            return True
+    return False
 
 
 #: Bytes of an element of the arguments that are not fp16.

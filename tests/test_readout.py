@@ -96,6 +96,19 @@ def test_a_machine_without_limits_shows_needs_alone():
     assert laptop.bound_ms > 100
 
 
+def test_a_kernel_that_decides_at_run_time_what_it_computes_gets_no_bound_of_its_own():
+    exact = read_out(step("c4"), 1, "balanced", C500)
+    assert exact.bound_ms is not None
+    found = read_out(step("h2"), 1, "balanced", H200)
+    assert found.fits is True
+    assert (found.bound_ms, found.uncached_ms) == (None, None)
+    assert row(found, "work with padding")[0].startswith("at most ")
+    assert "no bound of its own" in found.bound_sentence
+    assert found.case_ms == pytest.approx(0.396, rel=0.01)
+    # The case's own mark is left, and nothing else is claimed.
+    assert len(draw_roofline(found).axes[0].lines) == 3
+
+
 def test_what_cannot_be_followed_is_one_sentence():
     with pytest.raises(SubmissionError, match="run_kernel"):
         read_out(Submission("BLOCK = 1\n"), 1, "balanced", C500)
