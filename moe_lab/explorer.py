@@ -212,7 +212,7 @@ class History:
         self.path = Path(path)
         self._trials: list[Trial] = []
         self._lock = threading.Lock()
-        #: One sentence about what could not be read; empty if all is well.
+        #: One sentence about what could not be read or written; empty if all is well.
         self.problem = ""
         self._load()
 
@@ -239,11 +239,7 @@ class History:
             )
 
     def add(self, trial: Trial) -> None:
-        """Remember a trial, here and on disk.
-
-        Raises:
-            ExplorerError: if the file cannot be written; the trial is then kept in memory only.
-        """
+        """Remember a trial, here and on disk; :attr:`problem` says so if the file cannot be written."""
         line = trial.model_dump_json().encode() + b"\n"
         with self._lock:
             self._trials.append(trial)
@@ -258,10 +254,10 @@ class History:
                 finally:
                     os.close(handle)
             except OSError as error:
-                raise ExplorerError(
-                    f"the history {self.path} cannot be written: {error.strerror}; this trial is kept until the kernel "
-                    "stops"
-                ) from None
+                self.problem = (
+                    f"the history {self.path} cannot be written ({error.strerror}): what is tried now is only kept "
+                    "until the kernel stops"
+                )
 
     def trials(self, step: str | None = None) -> list[Trial]:
         """Configurations in the order they were first tried, each with its latest verdict and its latest time.
@@ -508,7 +504,6 @@ class Session:
 
         Raises:
             Stopped: after ``work.stop()``.
-            ExplorerError: if the verdict could not be written to disk.
         """
         from moe_lab.judge import judge
 
@@ -531,7 +526,7 @@ class Session:
 
         Raises:
             Stopped: after ``work.stop()``.
-            ExplorerError: if it does not run here or is wrong, or if the times could not be written to disk.
+            ExplorerError: if it does not run here or is wrong.
         """
         from moe_lab.stopwatch import time_against_baseline
 
@@ -565,7 +560,6 @@ class Session:
 
         Raises:
             Stopped: after ``work.stop()``; what was tried until then is in the history.
-            ExplorerError: if a verdict could not be written to disk.
         """
         verdicts: Counter[str] = Counter()
         for done, changed in enumerate(values):
@@ -573,9 +567,9 @@ class Session:
             submission = self.base.with_literals(**changed)
             name = self._changes(submission.values) or "the step itself"
             say(done, name)
-            readout = self.read(submission, setting)
-            if readout.fits is False:
-                self.remember(submission, setting, verdict=DOES_NOT_FIT, reason=readout.sentence)
+            reason = self._why_not(submission, setting)
+            if reason:
+                self.remember(submission, setting, verdict=DOES_NOT_FIT, reason=reason)
                 verdicts[DOES_NOT_FIT] += 1
                 tried()
                 continue
@@ -585,10 +579,21 @@ class Session:
 
             report = self.check(submission, setting, tell, quick=True)
             if timed and report.accepted:
-                self.time(submission, setting, tell)
+                try:
+                    self.time(submission, setting, tell)
+                except ExplorerError as error:
+                    verdicts[f"not timed ({error})"] += 1
             verdicts[FIRST_CASE_RIGHT if report.accepted else str(report.verdict)] += 1
             tried()
         return verdicts
+
+    def _why_not(self, submission: Submission, setting: Setting) -> str:
+        """Why a configuration does not fit; empty if it does, or if only running it can tell."""
+        try:
+            readout = self.read(submission, setting)
+        except MoeLabError:
+            return ""
+        return readout.sentence if readout.fits is False else ""
 
     def would_replace(self, submission: Submission) -> bool:
         """Whether :attr:`target` holds another text, which :meth:`export` would replace."""
@@ -607,7 +612,6 @@ class Session:
         Raises:
             ExportError: for a violated rule or a folder that cannot be written to; an existing file stays.
             Stopped: after ``work.stop()``; the file is written by then.
-            ExplorerError: if the verdict could not be written to disk.
         """
         from moe_lab.export import export
 
@@ -615,11 +619,7 @@ class Session:
         return self._reports.get(written.source_hash) or self.check(written, setting, say)
 
     def remember(self, submission: Submission, setting: Setting, **found: Any) -> None:
-        """Add to the history what came of a configuration.
-
-        Raises:
-            ExplorerError: if it could not be written to disk.
-        """
+        """Add to the history what came of a configuration."""
         try:
             bound_ms = self.read(submission, setting).bound_ms
         except MoeLabError:

@@ -239,8 +239,7 @@ class TileExplorer(_Panel):
         self._roofline = ipywidgets.Image(format="png", layout={"width": "100%", "max_width": "726px"})
         self._bound = ipywidgets.HTML()
         self._rows = ipywidgets.HTML()
-        problem = self.session.history.problem
-        self._message = ipywidgets.HTML(_note(problem, "bad") if problem else "")
+        self._message = ipywidgets.HTML()
         self._progress = ipywidgets.IntProgress(layout={"width": "100%", "display": "none"})
         self._text = ipywidgets.HTML()
         self._table = ipywidgets.HTML()
@@ -531,13 +530,15 @@ class TileExplorer(_Panel):
 
     def _show_history(self) -> None:
         table = self.session.summary()
+        problem = self.session.history.problem
+        note = _note(problem[0].upper() + problem[1:] + ".", "bad") if problem else ""
         if table.empty:
-            self._table.value = "<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
+            self._table.value = f"{note}<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
             self._trials.layout.display = "none"
             return
         rows = table.to_html(index=False, border=0, na_rep="", escape=True)
         self._table.value = (
-            f"<b>Tried so far</b>, newest first ({html.escape(str(self.session.history.path))})"
+            f"{note}<b>Tried so far</b>, newest first ({html.escape(str(self.session.history.path))})"
             f'<div class="moe-lab-scroll" tabindex="0">{rows}</div>'
         )
         self._trials.value = _png(draw_trials(self.session.history.trials(self.session.step), self.setting))

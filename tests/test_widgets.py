@@ -275,8 +275,19 @@ def test_the_history_comes_back_and_the_best_can_be_restored(make, judged):
 def test_a_corrupt_history_is_said_when_the_panel_opens(make, tmp_path):
     (tmp_path / "history.jsonl").write_text("{]\n")
     panel = make()
-    assert "1 of 1 lines" in panel._message.value
+    assert "1 of 1 lines" in panel._table.value
     assert (tmp_path / "history.jsonl").read_text() == "{]\n"
+
+
+def test_a_verdict_is_shown_even_if_the_history_cannot_keep_it(make, judged, tmp_path):
+    (tmp_path / "file").write_text("")
+    panel = make(history=tmp_path / "file" / "history.jsonl")
+    judged.set()
+    press(panel, "check")
+    assert panel.session.work.wait(30)
+    assert "accepted: all is" in panel._message.value
+    assert "cannot be written" in panel._table.value
+    assert "accepted" in panel._table.value
 
 
 def test_requests_during_a_redraw_are_served_once():
