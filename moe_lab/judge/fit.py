@@ -40,7 +40,6 @@ def c500_fit(submission: Submission) -> FitResult:
     Args:
         submission: what to lower.
     """
-    lines: list[str] = []
     problems: list[str] = []
     unknown: list[str] = []
     alike = _alike(submission)
@@ -48,18 +47,20 @@ def c500_fit(submission: Submission) -> FitResult:
         answers = lower_many([Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike], timeout_s=_TIMEOUT_S)
     except MoeLabError as error:
         return FitResult((), (), (f"resources on a C500: {error}",))
+    found: dict[str, list[str]] = {}
     for (cases, registers), answer in zip(alike, answers, strict=True):
-        names = ", ".join(case.name for case in cases)
+        names = [case.name for case in cases]
         if isinstance(answer, MoeLabError):
-            unknown.append(f"resources on a C500, {names}: {answer}")
+            unknown.append(f"resources on a C500, {', '.join(names)}: {answer}")
             continue
         parts = []
         for number, kernel in enumerate(answer):
             held = registers[number] if len(registers) == len(answer) else None
-            problems += [f"{names}, launch {number + 1}: {reason}" for reason in _reasons(kernel)]
+            problems += [f"{', '.join(names)}, launch {number + 1}: {reason}" for reason in _reasons(kernel)]
             parts.append(f"launch {number + 1} {_sentence(kernel, held)}")
-        lines.append(f"{names}: {'; '.join(parts)} (lowered for {_STAND_IN}, a stand-in)")
-    return FitResult(tuple(lines), tuple(problems), tuple(unknown))
+        found.setdefault("; ".join(parts), []).extend(names)
+    lines = tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in found.items())
+    return FitResult(lines, tuple(problems), tuple(unknown))
 
 
 def _alike(submission: Submission) -> list[tuple[list[Case], list[int | None]]]:

@@ -252,7 +252,8 @@ class Session:
             raise _ended(end, self._doing, self._limits) from None
         if answer["event"] == "error":
             verdict, sentence = _raised(answer)
-            raise Stopped(verdict, sentence, alive=answer["phase"] == "call")
+            # A GPU's context does not survive a fault in a kernel, and which exceptions are faults is hard to tell.
+            raise Stopped(verdict, sentence, alive=answer["phase"] == "call" and self._device == "cpu")
         return answer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import os
 from enum import Enum
 from pathlib import Path
@@ -325,19 +326,28 @@ class Report(_Strict):
             ),
         ]
         failure = self.first_failure
-        if failure:
-            parts.append(Text(f"first failure: {failure}"))
-            if failure.cause:
-                parts.append(Text(f"likely cause: {failure.cause}"))
-        for finding in self.findings:
-            where = f"line {finding.line}, column {finding.column}: " if finding.line is not None else ""
-            parts.append(Text(f"{finding.level} {finding.rule_id}: {where}{finding.message}"))
+        if failure and str(failure) not in self.sentence:
+            cause = f"; likely cause: {failure.cause}" if failure.cause else ""
+            parts.append(Text(f"first failure: {failure}{cause}"))
+        for (level, rule_id), group in itertools.groupby(
+            sorted(self.findings, key=lambda found: (found.level != "violation", found.rule_id, found.line or 0)),
+            key=lambda found: (found.level, found.rule_id),
+        ):
+            first, *others = group
+            where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
+            lines = ", ".join(dict.fromkeys(str(other.line) for other in others if other.line is not None))
+            parts.append(
+                Text(f"{level} {rule_id}: {where}{first.message}" + (f" (also lines {lines})" if lines else ""))
+            )
         if not any(finding.level == "violation" for finding in self.findings) and self.cases:
             parts.append(Text("rules and signature: ok"))
         if self.cases:
             parts += [self._case_table(), Text(_LEGEND, style="dim")]
         if self.variants:
-            parts.append(self._variant_table())
+            parts += [
+                self._variant_table(),
+                Text("Open questions of the contract are no part of the verdict.", style="dim"),
+            ]
         parts += [Text(f"C500 fit: {line}") for line in self.fit]
         parts += [
             Text(
@@ -374,7 +384,7 @@ class Report(_Strict):
 
     def _variant_table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("open question (no part of the verdict)", ratio=2)
+        table.add_column("open question", ratio=2)
         table.add_column("robust", no_wrap=True)
         table.add_column("what happens", ratio=3)
         for variant in self.variants:

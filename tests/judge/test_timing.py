@@ -1,7 +1,12 @@
 """The timed path of a GPU machine, walked on this device with small sizes."""
 
+import random
+
+import pytest
+
 from moe_lab.judge import judge
-from moe_lab.judge.plan import Call, Group, Plan
+from moe_lab.judge.local import impossible, timing_report
+from moe_lab.judge.plan import Call, Group, Plan, contest_groups
 from moe_lab.steps import step
 
 
@@ -16,3 +21,20 @@ def test_a_group_drawn_on_the_device_is_timed_beside_the_baseline() -> None:
     assert row.baseline_ms > 0
     assert report.score is None
     assert any("contest score" in line for line in report.not_measured)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_times_below_the_roof_are_not_believed(number: int) -> None:
+    group = contest_groups(random.Random(1), full=True)[number]
+    assert group.case.num_tokens == 142 * group.case.num_experts
+    # The best times measured on that card are a few percent above the bound of its measured roofs.
+    measured_ms = (0.50, 0.88, 1.61)[number]
+    assert impossible(group, measured_ms, "NVIDIA H200") is None
+    assert "the clock is not to be trusted" in (impossible(group, 0.5 * measured_ms, "NVIDIA H200") or "")
+    assert impossible(group, 1e-3, "a card that nobody knows") is None
+
+
+def test_medians_and_their_interval() -> None:
+    report = timing_report("case 1", [2.0, 1.0, 3.0, 2.0, 2.1], [4.0, 5.0, 6.0])
+    assert (report.median_ms, report.baseline_ms, report.samples) == (2.0, 5.0, 5)
+    assert 1.0 <= report.low_ms <= 2.0 <= report.high_ms <= 3.0
