@@ -60,3 +60,22 @@ def test_heat_maps_show_every_number_and_hatch_what_does_not_fit() -> None:
     (hatched,) = [box for box in _rectangles(axes) if box.get_hatch()]
     assert (hatched.get_x(), hatched.get_y()) == (0.5, -0.5)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["16", "128"]
+
+
+def test_problem_shows_every_token_twice_and_padding_once_on_each_side() -> None:
+    choices = [0, 2, 0, 2, 0, 1]
+    layout = GroupedLayout.from_choices(choices, num_experts=3, block=2)
+    shown = [text.get_text() for text in pictures.problem(choices, layout).axes[0].texts]
+    assert [shown.count(f"token {token}") for token in range(6)] == [2] * 6
+    assert [shown.count(f"result {token}") for token in range(6)] == [1] * 6
+    assert shown.count("anything") == shown.count("must be 0") == layout.num_padded_rows - layout.num_rows
+
+
+def test_index_spaces_show_each_row_with_both_of_its_numbers() -> None:
+    layout = GroupedLayout((3, 0, 2), block=2)
+    axes = pictures.index_spaces(layout).axes[0]
+    numbers = {(text.get_text(), round(text.get_position()[1], 1)) for text in axes.texts}
+    assert {(str(raw), 1.9) for raw in range(5)} | {(str(row), 0.3) for row in range(6)} <= numbers
+    # One line from each raw row to its padded row; the short vertical ones are block boundaries.
+    joined = [line.get_xdata() for line in axes.lines if max(line.get_ydata()) > 1]
+    assert [tuple(int(x) for x in xs) for xs in joined] == list(enumerate(layout.raw_to_padded))
