@@ -14,20 +14,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moe_lab.contract import CASES, JUDGE_TOLERANCE, Case
-from moe_lab.errors import ContractError, ExplorerError, MoeLabError
+from moe_lab.contract import CASES
+from moe_lab.errors import ExplorerError, MoeLabError
+from moe_lab.roofline import balanced
 from moe_lab.submission import Submission
 
-#: What a CPU is given instead of a contest case: the same kind of problem, a thousandth of the work.
-CPU_CASE = Case("a small case", 4, 256, 512, 568)
-
-_ROUNDS = {"cpu": 5, "cuda": 25, "maca": 25}
 #: Begins every line of ours: whatever else the process prints belongs to the submission or to TileLang.
 _MARK = "moe_lab stopwatch "
 
@@ -50,17 +45,17 @@ class Times:
 def time_against_baseline(
     submission: Submission, case: int, routing: str, *, say: Callable[[str], None], checkpoint: Callable[[], None]
 ) -> Times:
-    """Compile, compare and time a submission and the baseline on this machine's device.
+    """Compile, check and time a submission and the baseline on this machine's device.
 
     Args:
         submission: what to time.
-        case: number of the contest's case; a CPU runs :data:`CPU_CASE` instead.
+        case: number of the contest's case; a CPU runs :data:`moe_lab.bench.CPU_CASE` instead.
         routing: name of a routing of that case.
         say: told what is being done.
         checkpoint: called several times a second; what it raises ends the process and goes on.
 
     Raises:
-        ExplorerError: if it does not compile or run, if its result is not the baseline's, or if the process dies.
+        ExplorerError: if it does not compile or run, if its result is wrong, or if the process dies.
     """
     request = {"source": submission.source, "name": submission.name, "case": case, "routing": routing}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
@@ -110,6 +105,17 @@ def _follow(process: subprocess.Popen[bytes], say: Callable[[str], None], checkp
 # --- in the child ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Mine:
+    """What the benchmark calls a rung."""
+
+    text: Submission
+    name: str = "this configuration"
+
+    def submission(self) -> Submission:
+        return self.text
+
+
 def _tell(**message: Any) -> None:
     # A mark in the middle of a line that the submission left open would be lost.
     print(f"\n{_MARK}{json.dumps(message)}", flush=True)
@@ -118,59 +124,38 @@ def _tell(**message: Any) -> None:
 def _answer() -> None:
     request = json.loads(sys.stdin.buffer.read())
     try:
-        _tell(**_measure(Submission(request["source"], request["name"]), request["case"], request["routing"]))
+        _tell(**_measure(_Mine(Submission(request["source"], request["name"])), request["case"], request["routing"]))
     except MoeLabError as error:
         _tell(error=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever the submission raises becomes one sentence
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == "submission.py"
-        ]
-        where = f"line {frames[-1].lineno}: " if frames else ""
-        _tell(error=f"{where}{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 
 
-def _measure(submission: Submission, number: int, routing_name: str) -> dict[str, Any]:
-    import functools
-
-    import torch
-
+def _measure(mine: _Mine, number: int, routing_name: str) -> dict[str, Any]:
     from moe_lab import backend
-    from moe_lab.inputs import make_inputs
+    from moe_lab.bench import CPU_CASE, time_case
     from moe_lab.routings import routing
-    from moe_lab.steps import step
-    from moe_lab.timing import interleave
+    from moe_lab.steps import find
 
     where = backend.prepare()
-    small = where.kind == "cpu"
-    case = CPU_CASE if small else CASES[number]
-    _tell(say=f"making the inputs of {case.name}")
-    sizes = None if small else routing(number, routing_name).sizes
-    inputs = make_inputs(case, sizes, distribution="multinomial", device=where.torch_device)
-    calls, results = {}, []
-    for name, text in (("baseline", step("s0")), ("this configuration", submission)):
-        _tell(say=f"compiling and running {name}")
-        out = torch.zeros_like(inputs.out)
-        calls[name] = functools.partial(_issue, text.load(), inputs.with_out(out).args)
-        calls[name](0)
-        results.append(out[inputs.valid_rows].float())
-    expected, got = results
-    off = int((~((got - expected).abs() <= JUDGE_TOLERANCE * (1 + expected.abs()))).sum())
-    if off:
-        raise ContractError(
-            f"got {off} of {expected.numel()} elements that are not the baseline's, expected none: a wrong answer is "
-            "not timed; check it first"
-        )
-    _tell(say="timing, in turns with the baseline")
-    timings = interleave(calls, rounds=_ROUNDS[where.kind], warmup=1 if small else 3)
+    if where.kind == "cpu":
+        case, sizes, rounds, name = CPU_CASE, balanced(CPU_CASE), 5, "balanced"
+    else:
+        case, sizes, rounds, name = CASES[number], routing(number, routing_name).sizes, 25, routing_name
+    left_out = []
+
+    def say(line: str) -> None:
+        _tell(say=line)
+        left_out.extend([line] if "left out" in line else [])
+
+    baseline = find("s0")
+    timed = {
+        candidate.name: timing.median_ms
+        for candidate, timing, _ in time_case(case, sizes, 0, [baseline, mine], rounds, say, alone=True)
+    }
+    if len(timed) < 2:
+        raise ExplorerError("; ".join(left_out))
     return {
-        "time_ms": timings["this configuration"].median_ms, "baseline_ms": timings["baseline"].median_ms,
-        "where": f"{case.name}, {'multinomial' if small else routing_name}, {where.name}",
+        "time_ms": timed[mine.name], "baseline_ms": timed[baseline.name], "where": f"{case.name}, {name}, {where.name}",
     }  # fmt: skip
-
-
-def _issue(entry: Callable[..., None], args: tuple[Any, ...], index: int) -> None:
-    """Call on the one set of inputs there is, whatever set is asked for."""
-    entry(*args)
 
 
 if __name__ == "__main__":
