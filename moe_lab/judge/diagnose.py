@@ -131,6 +131,7 @@ def _wrong_columns(made: Made) -> torch.Tensor:
 def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
     """Every usual mistake, the most telling first."""
     made = history[-1]
+    yield from _replayed(history)
     yield from _unwritten(made)
     yield from _remembered(history)
     yield from _route_weights(made.inputs)
@@ -138,6 +139,17 @@ def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
     yield from _indices(made)
     yield from _reductions(made.inputs)
     yield from _roundings(made.inputs)
+
+
+def _replayed(history: Sequence[Made]) -> Iterator[Hypothesis]:
+    """The whole of ``out`` as an earlier call left it, padding included, which no wrong kernel hits by chance."""
+    made = history[-1]
+    for old in reversed(history[:-1]):
+        same = old.out.shape == made.out.shape and torch.equal(old.out, made.out)
+        if same and bool(made.out.any()) and not torch.equal(made.out, made.out_before):
+            rows = old.out[made.inputs.valid_rows].float()
+            cause = f"the answer of call {old.number + 1} again: results are kept and replayed"
+            yield Hypothesis(cause, rows.__getitem__, bits=True)
 
 
 def _unwritten(made: Made) -> Iterator[Hypothesis]:
