@@ -18,7 +18,7 @@ from pathlib import Path
 from moe_lab import backend, tiles
 from moe_lab.bench import time_case
 from moe_lab.contract import Case
-from moe_lab.devices import Device, devices
+from moe_lab.devices import Device, reported_as
 from moe_lab.errors import ContractError, MoeLabError
 from moe_lab.explorer import choices
 from moe_lab.inputs import group_sizes
@@ -125,9 +125,7 @@ def tune(
     """
     where = backend.prepare()
     sizes = tuple(sizes) if sizes is not None else group_sizes("multinomial", case.num_experts, case.num_tokens)
-    device = (
-        next((item for item in devices().values() if item.title in where.name), None) if where.kind != "cpu" else None
-    )
+    device = reported_as(where.name) if where.kind != "cpu" else None
     best: dict[str, LiteralValue] = {}
     counts = {"timed": 0, "pruned": 0, "failed": 0}
     median = own = 0.0

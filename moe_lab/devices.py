@@ -269,3 +269,20 @@ def device(name: str) -> Device:
         f"got device {name!r}, expected one of {', '.join(devices())}, usually because data/devices.csv has no row for "
         "it yet: add one, and its figures to data/device_figures.csv"
     )
+
+
+def reported_as(text: str) -> Device | None:
+    """The device whose driver reports itself like this; None if ``data/devices.csv`` has none.
+
+    A word after the name makes it another device: an "H200 NVL" is no "H200".
+
+    >>> reported_as("NVIDIA H200").name
+    'h200'
+    >>> reported_as("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    True
+    """
+    # An AMD processor's name goes on with that of the graphics unit beside it.
+    text = text.partition(" w/ ")[0].strip()
+    return next(
+        (item for item in devices().values() if any(f" {text}".endswith(f" {name}") for name in item.names)), None
+    )

@@ -685,10 +685,9 @@ def device_of(setting: Setting) -> Device | None:
     """
     from moe_lab import backend, devices
 
-    if setting.device != HERE:
-        return devices.device(setting.device)
-    name = backend.detect().name
-    return next((each for each in devices.devices().values() if any(known in name for known in each.names)), None)
+    if setting.device == HERE:
+        return devices.reported_as(backend.detect().name)
+    return devices.device(setting.device)
 
 
 def _one_case() -> Plan:

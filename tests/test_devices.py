@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lab import devices as module
-from moe_lab.devices import Figure, Roof, device, devices
+from moe_lab.devices import Figure, Roof, device, devices, reported_as
 from moe_lab.errors import DataError
 
 
@@ -76,3 +76,21 @@ def test_a_figure_of_an_unknown_device_is_named():
 def test_an_upside_down_range_is_refused():
     with pytest.raises(ValueError, match="expected 0 <= low <= high"):
         Figure("x", "lanes", "specification", 2, 1, "somebody", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", None),
+        ("MXC500", "c500"),
+        ("AMD Ryzen 7 7840U w/ Radeon 780M Graphics", "laptop"),
+        ("Some Processor", None),
+    ],
+)
+def test_a_driver_s_name_is_that_device_and_no_other(text, name):
+    found = reported_as(text)
+    assert (found.name if found else None) == name
