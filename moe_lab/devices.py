@@ -281,8 +281,5 @@ def reported_as(text: str) -> Device | None:
     >>> reported_as("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     True
     """
-    # An AMD processor's name goes on with that of the graphics unit beside it.
-    text = text.partition(" w/ ")[0].strip()
-    return next(
-        (item for item in devices().values() if any(f" {text}".endswith(f" {name}") for name in item.names)), None
-    )
+    padded = f" {text.strip()}"
+    return next((item for item in devices().values() if any(padded.endswith(f" {name}") for name in item.names)), None)
