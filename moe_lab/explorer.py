@@ -669,12 +669,12 @@ class Session:
         return table if table.empty or (table["measured ms"] != "").any() else table.drop(columns=measured)
 
     def save_csv(self) -> Path:
-        """Write the whole history of this step beside its file.
+        """Write the whole history of this step to ``tile_explorer.csv`` in the present folder, the notebook's.
 
         Raises:
             SubmissionError: if the folder cannot be written to.
         """
-        return self.history.save_csv(self.history.path.with_suffix(".csv"), self.step)
+        return self.history.save_csv("tile_explorer.csv", self.step)
 
 
 def device_of(setting: Setting) -> Device | None:
@@ -730,23 +730,23 @@ def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
     figure = Figure(figsize=(6.6, 2.6))
     for column, (title, found) in enumerate(parts):
         axes = figure.add_axes((0.09 + column * 0.49, 0.19, 0.40 if where else 0.88, 0.64))
+        dots: dict[tuple[str, bool, str, str], list[tuple[int, float]]] = {}
         for number, trial, height in found:
             if height is not None:
-                marker, filled, colour, name = _LOOKS.get(trial.verdict, _REFUSED)
-                axes.plot(
-                    number, height, marker=marker, color=colour, markerfacecolor=colour if filled else "none",
-                    linestyle="none", label=name,
-                )  # fmt: skip
+                dots.setdefault(_LOOKS.get(trial.verdict, _REFUSED), []).append((number, height))
+        for (marker, filled, colour, name), places in dots.items():
+            axes.plot(
+                *zip(*places, strict=True), marker=marker, color=colour, markerfacecolor=colour if filled else "none",
+                linestyle="none", label=name,
+            )  # fmt: skip
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel("configuration, in the order tried", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        if axes.lines:
+        if dots:
             axes.set_ylim(0, 1.25 * axes.dataLim.y1)
             axes.set_xlim(0.5, len(trials) + 0.5)
-            handles, names = axes.get_legend_handles_labels()
-            unique = dict(zip(names, handles, strict=True))
-            axes.legend(unique.values(), unique.keys(), fontsize=7)
+            axes.legend(fontsize=7)
         else:
             axes.set_yticks([])
             axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, transform=axes.transAxes)

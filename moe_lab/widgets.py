@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import html
 import io
+import math
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from moe_lab import steps
 from moe_lab.contract import CASES, PaddingRule
 from moe_lab.devices import device as find_device
 from moe_lab.display import show
-from moe_lab.errors import ContractError, MoeLabError
+from moe_lab.errors import ContractError, ExplorerError, MoeLabError
 from moe_lab.explorer import HERE, Choice, Session, Setting, Stopped, draw_trials, grid
 from moe_lab.layout import GroupedLayout
 from moe_lab.readout import Gauge, Readout, best_roof, draw, draw_roofline
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from moe_lab.judge import Report
+
+#: A sweep of more would take days.
+_MOST_CONFIGURATIONS = 1000
+#: Rows of the history that the panel shows; all are in the CSV.
+_MOST_ROWS = 100
 
 #: What the device menu offers, besides whatever this machine has.
 _DEVICES = ("c500", "h200")
@@ -131,9 +137,11 @@ class _Panel(ipywidgets.VBox):
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        figure, description = self.static_figure()
         display(self._repr_mimebundle_(), raw=True)
-        show(figure, description)
+        try:
+            show(*self.static_figure())
+        except MoeLabError as error:
+            display({"text/plain": str(error)}, raw=True)
 
 
 def _png(figure: Figure, *, tight: bool = False) -> bytes:
@@ -185,12 +193,8 @@ def _case_options() -> list[tuple[str, int]]:
 
 
 def _device_options(first: str) -> list[tuple[str, str]]:
-    """The devices of the menu; one that is not among them comes first.
-
-    Raises:
-        DataError: if ``first`` is no device.
-    """
-    keys = _DEVICES if first in (*_DEVICES, HERE) else (find_device(first).name, *_DEVICES)
+    """The devices of the menu; one that is not among them comes first."""
+    keys = _DEVICES if first in (*_DEVICES, HERE) else (first, *_DEVICES)
     return [(find_device(key).title, key) for key in keys]
 
 
@@ -227,6 +231,8 @@ class TileExplorer(_Panel):
         self.session = Session(step, history, target)
         if device is None:
             device = "c500" if isinstance(step, Submission) or steps.find(step).branch != "hopper" else "h200"
+        if device != HERE:
+            device = find_device(device).name
         _check_case(case)
         find_routing(case, routing)
         names = [each.name for each in routings() if each.case == case]
@@ -406,7 +412,7 @@ class TileExplorer(_Panel):
     def _say(self, text: str, kind: str = "", details: str = "") -> None:
         self._message.value = _note(text, kind, details)
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], None], *, pausable: bool = False) -> None:
         def run() -> None:
             try:
                 self._guarded(work)
@@ -420,6 +426,7 @@ class TileExplorer(_Panel):
 
         if self.session.work.start(run):
             self._enable(busy=True)
+            self._buttons["pause"].disabled = not pausable
         else:
             self._say("Something still runs: wait for it, or stop it.", "bad")
 
@@ -428,10 +435,11 @@ class TileExplorer(_Panel):
         for key in ("check", "time", "export"):
             self._buttons[key].disabled = busy
         self._buttons["stop"].disabled = not busy
-        count = len(self._sweep_values())
-        self._buttons["sweep"].disabled = busy or not any(tick.value for tick in self._swept.values())
+        offers = self._offers()
+        count = math.prod(map(len, offers.values()))
+        self._buttons["sweep"].disabled = busy or not offers
         self._buttons["sweep"].description = f"Sweep {count}" if count > 1 else "Sweep"
-        self._buttons["pause"].disabled = not busy
+        self._buttons["pause"].disabled = True
         self._buttons["best"].disabled = self.session.history.best(self.session.step) is None
 
     def _check(self) -> None:
@@ -461,14 +469,19 @@ class TileExplorer(_Panel):
             "good" if report.accepted else "bad", _pre(report.render()),
         )  # fmt: skip
 
-    def _sweep_values(self) -> list[dict[str, LiteralValue]]:
-        now = self.values
+    def _offers(self) -> dict[str, tuple[LiteralValue, ...]]:
+        """Values of the ticked literals."""
         ticked = [name for name, tick in self._swept.items() if tick.value]
-        offers = {choice.name: choice.values for choice in self.session.choices if choice.name in ticked}
-        return [{**now, **changed} for changed in grid(offers)] if offers else []
+        return {choice.name: choice.values for choice in self.session.choices if choice.name in ticked}
 
     def _sweep(self) -> None:
-        values, setting, timed = self._sweep_values(), self.setting, self._timed.value
+        offers, now, setting, timed = self._offers(), self.values, self.setting, self._timed.value
+        count = math.prod(map(len, offers.values()))
+        if count > _MOST_CONFIGURATIONS:
+            raise ExplorerError(
+                f"got {count} configurations, expected at most {_MOST_CONFIGURATIONS}: tick fewer literals at a time"
+            )
+        values = [{**now, **changed} for changed in grid(offers)]
         self._progress.max = len(values)
 
         def say(done: int, text: str) -> None:
@@ -483,7 +496,7 @@ class TileExplorer(_Panel):
             found = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.most_common())
             self._say(f"Tried {len(values)}: {found}.", "good")
 
-        self._start(work)
+        self._start(work, pausable=True)
 
     def _pause(self) -> None:
         work = self.session.work
@@ -520,7 +533,11 @@ class TileExplorer(_Panel):
         best = self.session.history.best(self.session.step)
         if best is not None:
             self.values = best.values
-            self._say(f"Restored: {self.session.changes(best) or 'the step itself'}.", "good")
+            text = f"Restored: {self.session.changes(best) or 'the step itself'}."
+            if self.submission.source_hash == best.source_hash:
+                self._say(text, "good")
+            else:
+                self._say(f"{text} But the step has changed since this was accepted: check it again.", "bad")
 
     def _save_csv(self) -> None:
         path = self.session.save_csv()
@@ -536,9 +553,10 @@ class TileExplorer(_Panel):
             self._table.value = f"{note}<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
             self._trials.layout.display = "none"
             return
-        rows = table.to_html(index=False, border=0, na_rep="", escape=True)
+        rows = table.head(_MOST_ROWS).to_html(index=False, border=0, na_rep="", escape=True)
+        more = f", {_MOST_ROWS} of {len(table)}" if len(table) > _MOST_ROWS else ""
         self._table.value = (
-            f"{note}<b>Tried so far</b>, newest first ({html.escape(str(self.session.history.path))})"
+            f"{note}<b>Tried so far</b>, newest first{more} ({html.escape(str(self.session.history.path))})"
             f'<div class="moe-lab-scroll" tabindex="0">{rows}</div>'
         )
         self._trials.value = _png(draw_trials(self.session.history.trials(self.session.step), self.setting))
@@ -639,7 +657,8 @@ class RooflineExplorer(_Plotter):
 
     def __init__(self, device: str = "c500", case: int = 1, block: int = 128) -> None:
         _check_case(case)
-        self._device = _menu("device", _device_options(device), find_device(device).name)
+        device = find_device(device).name
+        self._device = _menu("device", _device_options(device), device)
         self._case = _menu("case", _case_options(), case)
         self._block = _block_slider(block)
         super().__init__([self._device, self._case, self._block])

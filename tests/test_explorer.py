@@ -442,7 +442,8 @@ def test_an_export_that_breaks_a_rule_leaves_the_file_alone(tmp_path, judged):
     assert judged == []
 
 
-def test_the_summary_numbers_configurations_newest_first(tmp_path, judged):
+def test_the_summary_numbers_configurations_newest_first(tmp_path, judged, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = session(tmp_path)
     assert found.summary().empty
     for changed in ({}, {"STAGE1_BLOCK_K": 32}):
@@ -465,7 +466,10 @@ def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
         trial(128, "accepted", bound_ms=1.0, case="case 2"),
     ]
     (axes,) = draw_trials(history, Setting("c500", 1, "balanced")).axes
-    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    history.append(trial(48, "timeout", bound_ms=5.0))
+    (axes,) = draw_trials(history, Setting("c500", 1, "balanced")).axes
+    places = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+    assert places == [[(1, 4.0)], [(2, 3.0)], [(3, 2.0), (5, 5.0)]]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names == [DOES_NOT_FIT, "accepted", "refused by the judge"]
     assert len({line.get_marker() for line in axes.lines}) == 3

@@ -1,9 +1,11 @@
 import base64
 import threading
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 from moe_lab import explorer
 from moe_lab.contract import CASES
@@ -22,8 +24,9 @@ from moe_lab.widgets import LayoutExplorer, Redraw, RooflineExplorer, TileExplor
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
     """A tile explorer whose files lie in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
 
     def made(*args, **kwargs):
         files = {"history": tmp_path / "history.jsonl", "target": tmp_path / "submission.py"}
@@ -109,17 +112,23 @@ def test_what_does_not_exist_is_refused_by_name(make):
 
 
 def test_a_device_that_is_not_in_the_menu_joins_it(make):
-    panel = make(device="a100")
+    assert make(device="C500").setting.device == "c500"
+    panel = make(device="NVIDIA A100 SXM 80 GB")
     assert "Fits the NVIDIA A100" in panel._readout.value
     assert [value for _, value in panel._device.options] == ["a100", "c500", "h200", "here"]
 
 
-def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make):
+def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make, monkeypatch):
     panel = make(Submission("BLOCK = 32\n", "mine.py"))
     assert "run_kernel" in panel._readout.value
     assert "Traceback" not in panel._readout.value
     with pytest.raises(SubmissionError):
         panel.static_figure()
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
+    panel._ipython_display_()
+    assert "application/vnd.jupyter.widget-view+json" in shown[0]
+    assert "run_kernel" in shown[1]["text/plain"]
 
 
 def test_a_mistake_of_ours_is_a_sentence_with_the_details_folded(make, monkeypatch):
@@ -184,7 +193,9 @@ def test_a_sweep_takes_the_ticked_literals_and_can_be_paused(make, judged):
     count = len(panel._literals["STAGE1_BLOCK_N"].options) * len(panel._literals["NUM_STAGES"].options)
     assert panel._buttons["sweep"].description == f"Sweep {count}"
     panel._literals["STAGE1_BLOCK_K"].value = 32
+    assert panel._buttons["pause"].disabled
     press(panel, "sweep")
+    assert not panel._buttons["pause"].disabled
     press(panel, "pause")
     assert panel._buttons["pause"].description == "Go on"
     press(panel, "pause")
@@ -268,8 +279,39 @@ def test_the_history_comes_back_and_the_best_can_be_restored(make, judged):
     press(again, "reset")
     assert again.values == {name: value for name, value in step("s0").values.items() if name != "LOG2_E"}
     press(again, "csv")
-    assert "history.csv" in again._message.value
-    assert again.session.history.path.with_suffix(".csv").exists()
+    assert "Wrote tile_explorer.csv" in again._message.value
+    assert "STAGE1_BLOCK_N" in Path("tile_explorer.csv").read_text()
+
+
+def test_a_best_one_of_an_older_text_is_restored_with_a_warning(make, judged):
+    panel = make()
+    panel.session.history.add(
+        explorer.Trial(
+            step="s0_baseline", values={"STAGE1_BLOCK_N": 64, "GONE": 1}, source_hash="older", device="c500",
+            case="case 1", routing="balanced", verdict="accepted", bound_ms=1.0,
+        )
+    )  # fmt: skip
+    press(panel, "best")
+    assert panel.values["STAGE1_BLOCK_N"] == 64
+    assert "the step has changed since" in panel._message.value
+
+
+def test_a_sweep_of_too_many_is_refused_and_a_long_history_is_cut(make, judged):
+    panel = make()
+    for tick in panel._swept.values():
+        tick.value = True
+    press(panel, "sweep")
+    assert "expected at most 1000" in panel._message.value
+    assert not panel.session.work.busy
+    for number in range(130):
+        panel.session.remember(panel.submission, explorer.Setting("c500", 1, "balanced"), reason=f"reason {number}")
+        panel.session.history._trials[-1] = panel.session.history._trials[-1].model_copy(
+            update={"source_hash": str(number)}
+        )
+    panel._show_history()
+    assert "100 of 130" in panel._table.value
+    assert panel._table.value.count("<tr") == 101
+    assert "reason 129" in panel._table.value
 
 
 def test_a_corrupt_history_is_said_when_the_panel_opens(make, tmp_path):
@@ -325,10 +367,13 @@ def test_a_panel_leaves_a_figure_and_its_words(make, monkeypatch):
     assert "This figure in words" in words["text/html"]
 
 
-def test_a_committed_notebook_keeps_the_figure_and_no_widget(tmp_path):
+def test_a_notebook_that_is_converted_or_committed_keeps_the_figure_and_its_words(tmp_path):
     code = f"from moe_lab.widgets import TileExplorer\nTileExplorer(history={str(tmp_path / 'h.jsonl')!r})"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    assert page.count('src="data:image/png;base64,') == 1
+    assert page.count("Fits the MetaX C500") >= 1
     clean = normalise(notebook)
     kinds = [kind for output in clean.cells[0].outputs for kind in output.data]
     assert kinds == ["image/png", "text/plain", "text/html", "text/plain"]
