@@ -274,12 +274,12 @@ def device(name: str) -> Device:
 def reported_as(text: str) -> Device | None:
     """The device whose driver reports itself like this; None if ``data/devices.csv`` has none.
 
-    A word after the name makes it another device: an "H200 NVL" is no "H200".
-
     >>> reported_as("NVIDIA H200").name
     'h200'
-    >>> reported_as("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    >>> reported_as("NVIDIA H200 NVL") is None
     True
     """
-    padded = f" {text.strip()}"
-    return next((item for item in devices().values() if any(padded.endswith(f" {name}") for name in item.names)), None)
+    try:
+        return device(text)
+    except DataError:
+        return None
