@@ -23,7 +23,7 @@ MAGIC = f"%%{TAG}"
 
 
 def submission_cell(notebook: str | os.PathLike[str]) -> str:
-    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line, ending in a newline.
+    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line.
 
     Args:
         notebook: path of an .ipynb file.
@@ -54,8 +54,7 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
         source = source.partition("\n")[2]
     if not source.strip():
         raise ExportError(f"got an empty cell tagged '{TAG}' in {path}, expected a whole submission")
-    # IPython gives the cell magic a last newline, which a notebook does not store: both must write the same bytes.
-    return source if source.endswith("\n") else source + "\n"
+    return source
 
 
 def export(submission: Submission, target: str | os.PathLike[str], profile: Profile = "contest") -> Path:
@@ -104,10 +103,21 @@ def _submission_magic(line: str, cell: str) -> None:
 
     target = Path(line.strip() or "submission.py")
     try:
-        path = export(Submission(cell, target.name), target)
+        path = export(Submission(_as_typed(cell), target.name), target)
         written = Submission.from_file(path)
         handle = display({"text/plain": "judging ..."}, raw=True, display_id=True)
         report = judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
         handle.update(report)
     except MoeLabError as error:
         raise UsageError(str(error)) from None
+
+
+def _as_typed(cell: str) -> str:
+    """The cell's own bytes: IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have."""
+    from IPython.core.getipython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        return cell
+    typed = str(kernel.get_parent().get("content", {}).get("code", "")).partition("\n")[2]
+    return typed if typed + "\n" == cell else cell

@@ -1,7 +1,9 @@
 import json
 
+import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
 
 from moe_lab.errors import ExportError
 from moe_lab.export import export, load_ipython_extension, submission_cell
@@ -31,7 +33,7 @@ def test_the_tagged_cell_is_the_file_byte_for_byte(tmp_path):
         tmp_path / "n.ipynb", ("code", [], "1 + 1"), ("code", ["submission"], "%%submission ../x.py\n" + text)
     )
     path = export(Submission(submission_cell(notebook)), tmp_path / "submission.py")
-    assert path.read_bytes() == (text + "\n").encode(), "the magic writes the last newline that IPython adds"
+    assert path.read_bytes() == text.encode()
 
 
 def test_a_cell_without_the_magic_line_is_exported_whole(tmp_path):
@@ -97,3 +99,16 @@ def test_the_magic_refuses_a_broken_cell_with_a_sentence(tmp_path, capsys):
     result = shell.run_cell(f"%%submission {tmp_path / 'submission.py'}\nimport os\n")
     assert "nothing was written" in str(result.error_in_exec)
     assert not (tmp_path / "submission.py").exists()
+
+
+def test_the_magic_in_a_kernel_writes_the_bytes_that_the_notebook_holds(tmp_path):
+    text = SOURCE + "# no newline at the end"
+    path, cell = tmp_path / "submission.py", nbformat.v4.new_code_cell
+    # The judge is not what is tested here, and it takes long.
+    setup = "%load_ext moe_lab.export\nimport moe_lab.judge\nmoe_lab.judge.judge = lambda *a, **k: None"
+    notebook = nbformat.v4.new_notebook(cells=[cell(setup), cell(f"%%submission {path}\n{text}")])
+    notebook.cells[1].metadata["tags"] = ["submission"]
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    saved = tmp_path / "n.ipynb"
+    nbformat.write(notebook, saved)
+    assert path.read_bytes() == text.encode() == submission_cell(saved).encode()
