@@ -85,12 +85,16 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
         export(Submission(SOURCE), tmp_path / "missing" / "submission.py")
 
 
-def test_the_magic_writes_the_cell_and_judges_the_file(tmp_path):
+def test_the_magic_writes_the_cell_and_judges_the_file(tmp_path, monkeypatch):
+    # The judge takes long; the notebook that ends with this magic is executed by another test.
+    judged = []
+    monkeypatch.setattr("moe_lab.judge.judge", lambda written, progress: judged.append(written), raising=False)
     shell = InteractiveShell.instance()
     load_ipython_extension(shell)
     path = tmp_path / "submission.py"
     shell.run_cell(f"%%submission {path}\n{SOURCE}").raise_error()
     assert path.read_text() == SOURCE
+    assert [submission.source for submission in judged] == [SOURCE]
 
 
 def test_the_magic_refuses_a_broken_cell_with_a_sentence(tmp_path, capsys):
