@@ -39,8 +39,8 @@ def verdict() -> str:
 
 def judged() -> str:
     """What the judge checks and what it does not defend: its own docstring after the first paragraph."""
-    text = inspect.getdoc(judge) or ""
-    return text.partition("\n\n")[2].strip().replace("``", "`")
+    text = (inspect.getdoc(judge) or "").partition("\n\n")[2].strip().replace("``", "`")
+    return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text)
 
 
 def speed() -> str:
