@@ -79,3 +79,11 @@ def test_index_spaces_show_each_row_with_both_of_its_numbers() -> None:
     # One line from each raw row to its padded row; the short vertical ones are block boundaries.
     joined = [line.get_xdata() for line in axes.lines if max(line.get_ydata()) > 1]
     assert [tuple(int(x) for x in xs) for xs in joined] == list(enumerate(layout.raw_to_padded))
+
+
+def test_memories_are_drawn_to_one_scale() -> None:
+    (axes,) = pictures.memories({"large": ({"a": 32 * 1024}, None), "small": ({"b": 8 * 1024}, 16 * 1024)}).axes
+    widths = [box.get_width() for box in _rectangles(axes)]
+    assert widths[1] == 32
+    assert widths[2:] == [16, 8]
+    assert "small, 16 KiB" in _texts(axes)
