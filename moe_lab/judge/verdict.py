@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import itertools
 import os
@@ -299,8 +298,7 @@ class Report(_Strict):
         Args:
             width: columns, at least 60.
         """
-        console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
-        console.print(self)
+        console = self._printed(width)
         return console.file.getvalue()  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
@@ -309,11 +307,19 @@ class Report(_Strict):
 
     def _repr_html_(self) -> str:
         colour = "#1b7837" if self.accepted else "#b2182b"
+        text = '<pre style="white-space: pre; font-family: monospace; line-height: 1.3">{code}</pre>'
         return (
             f'<div style="border-left: 4px solid {colour}; padding-left: 8px">'
-            f'<pre style="white-space: pre; font-family: monospace; line-height: 1.3">{html.escape(self.render())}'
-            "</pre></div>"
+            f"{self._printed(100).export_html(inline_styles=True, code_format=text)}</div>"
         )
+
+    def _printed(self, width: int) -> Console:
+        # Within Jupyter a console would show its text there and leave the file empty.
+        console = Console(
+            file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None, record=True
+        )
+        console.print(self)
+        return console
 
     def _parts(self) -> list[RenderableType]:
         style = "bold green" if self.accepted else "bold red"

@@ -164,7 +164,7 @@ def test_reports_are_strict_json_and_validated(tmp_path: Path) -> None:
         report.save(tmp_path / "nowhere" / "report.json")
 
 
-def test_the_report_says_what_matters_in_text_and_html() -> None:
+def test_the_report_says_what_matters_in_text_and_html(monkeypatch: pytest.MonkeyPatch) -> None:
     report = judge(Path("/nonexistent/submission.py"))
     report.verdict, report.sentence = Verdict.WRONG_ANSWER, "it is <wrong>"
     report.findings = [FindingReport(rule_id="async-copy", level="advice", message="careful", line=3, column=1)]
@@ -185,6 +185,9 @@ def test_the_report_says_what_matters_in_text_and_html() -> None:
     ):  # fmt: skip
         assert part in " ".join(text.split()), part
     assert max(map(len, text.splitlines())) <= 120
+    assert "it is &lt;wrong&gt;" in report._repr_html_()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert report.render() == text, "in a notebook the text would go to the page and leave the box empty"
     assert "it is &lt;wrong&gt;" in report._repr_html_()
 
 
