@@ -310,6 +310,15 @@ def route_weights(logits, top_k):
     return choices, kept / kept.sum(dim=0, keepdim=True)
 """),
             ),
+            Mistake(
+                "a second softmax runs over the kept probabilities: they sum to 1 then, but lie closer together than "
+                "the router meant",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, torch.softmax(kept, dim=-1)
+"""),
+            ),
         ),
         observe=calls(
             "route_weights",
@@ -375,7 +384,7 @@ def combine(num_tokens, rows, weights, results):
             ),
             (2, torch.tensor([1]), torch.tensor([0.5]), torch.tensor([[2.0, -2.0]])),
         ),
-        lesson="Scatter-add is the whole of the un-permute step; a kernel that writes once per row needs no atomics.",
+        lesson="Unpermuting is nothing but this scatter-add. The contest leaves it out: its kernel writes a row once.",
     ),
 )
 
@@ -551,9 +560,23 @@ def actual_rows(bx, size, padded_start, block=128):
     return max(0, size - (bx * block - padded_start))
 """),
             ),
+            Mistake(
+                "there is no limit at all: what is left of the group can be more than a block, or less than nothing",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return size - (bx * block - padded_start)
+"""),
+            ),
+            Mistake(
+                "the block is always taken to have 128 rows, whatever the argument says",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return max(0, min(128, size - (bx * block - padded_start)))
+"""),
+            ),
         ),
-        observe=calls("actual_rows", (3, 142, 256), (2, 142, 256), (4, 142, 256), (5, 256, 256), (1, 3, 4, 4)),
-        lesson="This is the line `actual_rows` of the baseline, word for word.",
+        observe=calls("actual_rows", (3, 142, 256), (2, 142, 256), (4, 142, 256), (5, 256, 256), (1, 9, 4, 4)),
+        lesson="The baseline has the same line, with `T.max` and `T.min` of TileLang for `max` and `min`.",
     ),
 )
 
@@ -688,6 +711,14 @@ def contest_score(times_ms, baseline_ms):
 def contest_score(times_ms, baseline_ms):
     points = [round(100 * b / (b + t)) for t, b in zip(times_ms, baseline_ms)]
     return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "only the mean is rounded down: the judge rounds each case",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [100 * b / (b + t) for t, b in zip(times_ms, baseline_ms)]
+    return math.floor(sum(points) / len(points))
 """),
             ),
             Mistake(

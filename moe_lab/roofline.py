@@ -78,7 +78,8 @@ def work(
 
     Stage 1 does 4*H*I*N operations, stage 2 does 2*H*I*N. Bytes are fp16: gate, up and down weights once, tokens read,
     hidden written and read, results written. The route weights (4 bytes a row) and the few integers are left out: less
-    than 0.01% of it. The hidden activation counts because it does not fit into any cache between the stages.
+    than 0.01% of it. The hidden activation counts because two stages pass it through memory; a cache that kept all of
+    it would save 4% of the bytes in case 1 and 1% in the others.
 
     Args:
         case: sizes.
