@@ -135,11 +135,14 @@ def judge(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
+    import os.path
+
     from rich.console import Console
 
-    if not file.is_file():
+    # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
+    if not os.path.isfile(file):
         raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
-    if json_file is not None and not json_file.parent.is_dir():
+    if json_file is not None and not os.path.isdir(json_file.parent):
         raise SubmissionError(f"got no folder {json_file.parent}, expected one for the report {json_file.name}")
     console = Console(stderr=True)
     with console.status("starting the judge") as status:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import ExportError, MoeLabError
-from moe_lab.submission import Submission
+from moe_lab.submission import Submission, read_file
 
 if TYPE_CHECKING:
     from moe_lab.judge.rules import Profile
@@ -33,7 +33,7 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
     """
     path = Path(notebook)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_file(path))
         cells = [cell for cell in document["cells"] if TAG in cell.get("metadata", {}).get("tags", [])]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except FileNotFoundError:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import atexit
 import difflib
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import types
 from collections.abc import Callable, Mapping
@@ -24,6 +26,8 @@ from typing import Any
 from moe_lab.contract import ENTRY_POINT
 from moe_lab.errors import SubmissionError
 
+#: A submission is a page or two of text; a file beyond this was not written by hand.
+_MAX_BYTES = 1 << 20
 #: What a tile literal may be: the tile explorer offers a control for each.
 LiteralValue = bool | int | float | str | tuple[Any, ...] | None
 
@@ -63,11 +67,17 @@ class Submission:
         """Read a file.
 
         Raises:
-            SubmissionError: if it is missing, no file, not UTF-8, or empty.
+            SubmissionError: if it is missing, no file, too large, not UTF-8, or empty.
         """
         path = Path(path)
         try:
-            text = path.read_bytes().decode("utf-8-sig")
+            data = read_file(path, _MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise SubmissionError(
+                    f"got {path.stat().st_size} bytes in {path}, expected at most {_MAX_BYTES}, usually because it is "
+                    "not the file you meant"
+                )
+            text = data.decode("utf-8-sig")
         except FileNotFoundError:
             raise SubmissionError(f"got no file {path}, expected a Python file with {ENTRY_POINT}") from None
         except UnicodeDecodeError as error:
@@ -79,7 +89,8 @@ class Submission:
             raise SubmissionError(f"{path} cannot be read: {error.strerror}") from None
         if not text.strip():
             raise SubmissionError(f"got an empty file {path}, expected Python text with {ENTRY_POINT}")
-        return cls(text, path.name)
+        # A name may hold bytes that are no text, which no report could be written with.
+        return cls(text, os.fsencode(path.name).decode("utf-8", "replace"))
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -91,9 +102,12 @@ class Submission:
         try:
             return ast.parse(self.source, filename=self.name)
         except SyntaxError as error:
-            raise SubmissionError(f"{self.name}, line {error.lineno}, column {error.offset}: {error.msg}") from None
+            # Some have no place, such as a null byte.
+            place = f", line {error.lineno}, column {error.offset}" if error.lineno else ""
+            raise SubmissionError(f"{self.name}{place}: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise SubmissionError(f"{self.name} cannot be parsed as Python: {error}") from None
+            why = str(error) or "it is nested too deeply"
+            raise SubmissionError(f"{self.name} cannot be parsed as Python: {why}") from None
 
     @property
     def source_hash(self) -> str:
@@ -202,15 +216,39 @@ class Submission:
         return entry
 
 
+def read_file(path: Path, most_bytes: int = -1) -> bytes:
+    """Read a file that ends: a pipe may never end, and some devices never do.
+
+    Args:
+        path: of the file.
+        most_bytes: how much to read; -1 reads all.
+
+    Raises:
+        OSError: if it cannot be read, or is a device or a pipe.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, expected a file")
+    with path.open("rb") as file:
+        return file.read(most_bytes)
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
     """Write beside the target, then rename: a reader sees the old bytes or the new ones, never half.
+
+    A link stays a link. A device or a pipe, such as /dev/stdout, is written to and never replaced.
 
     Raises:
         SubmissionError: if the folder does not exist or cannot be written to.
     """
-    path = Path(path)
+    given = path = Path(path)
     beside = None
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            with path.open("wb") as stream:
+                stream.write(data)
+            return given
+        path = Path(os.path.realpath(path))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             beside = Path(file.name)
             file.write(data)
@@ -221,8 +259,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
     except OSError as error:
         if beside is not None:
             beside.unlink(missing_ok=True)
-        raise SubmissionError(f"{path} cannot be written: {error.strerror}; an existing file is unchanged") from None
-    return path
+        raise SubmissionError(f"{given} cannot be written: {error.strerror}; an existing file is unchanged") from None
+    return given
 
 
 def parse_values(pairs: Mapping[str, str]) -> dict[str, LiteralValue]:

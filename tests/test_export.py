@@ -1,4 +1,5 @@
 import json
+import os
 
 import nbformat
 import pytest
@@ -68,6 +69,9 @@ def test_a_missing_notebook_and_a_folder_are_named(tmp_path):
         submission_cell(tmp_path / "n.ipynb")
     with pytest.raises(ExportError, match="cannot be read"):
         submission_cell(tmp_path)
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    with pytest.raises(ExportError, match="cannot be read: it is a device or a pipe"):
+        submission_cell(tmp_path / "pipe.ipynb")
 
 
 @pytest.mark.parametrize("bad", ["import os\n", "x = 2 * 64\n", "class A:\n    pass\n", "def f(:\n"])

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,8 +78,11 @@ def test_diff_shows_the_one_line():
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"\xff\xfe\x00", "not UTF-8"), (b"  \n", "empty file"), (None, "got no file")],
-)
+    [
+        (b"\xff\xfe\x00", "not UTF-8"), (b"  \n", "empty file"), (None, "got no file"),
+        (b"#" * (1 << 20) + b"\n", "got 1048577 bytes .* expected at most 1048576"),
+    ],
+)  # fmt: skip
 def test_broken_files_are_named(tmp_path, data, message):
     path = tmp_path / "broken.py"
     if data is not None:
@@ -91,15 +96,31 @@ def test_a_folder_is_refused(tmp_path):
         Submission.from_file(tmp_path)
 
 
+def test_what_may_never_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    for path in (tmp_path / "pipe.py", "/dev/zero"):
+        with pytest.raises(SubmissionError, match="cannot be read: it is a device or a pipe"):
+            Submission.from_file(path)
+
+
+def test_a_path_that_is_no_text_still_has_a_printable_name(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.py")
+    path.write_text("a = 1\n")
+    assert Submission.from_file(path).name == "caf\N{REPLACEMENT CHARACTER}.py"
+
+
 def test_a_syntax_error_has_line_and_column():
     with pytest.raises(SubmissionError, match=r"x.py, line 2, column \d+"):
         _ = Submission("a = 1\nb = = 2\n", "x.py").tree
 
 
-@pytest.mark.parametrize("source", ["a = 1\0\n", "(" * 5000 + ")" * 5000])
-def test_text_that_the_parser_chokes_on_is_a_sentence(source):
-    with pytest.raises(SubmissionError):
-        _ = Submission(source).tree
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("a = 1\0\n", "^x.py: .*null bytes"), ("(" * 5000 + ")" * 5000, "too many nested"), ("-" * 90_000 + "1", "deep")],
+)
+def test_text_that_the_parser_chokes_on_is_a_sentence(source, message):
+    with pytest.raises(SubmissionError, match=message):
+        _ = Submission(source, "x.py").tree
 
 
 def test_save_replaces_in_one_step_or_not_at_all(tmp_path):
@@ -114,6 +135,20 @@ def test_save_replaces_in_one_step_or_not_at_all(tmp_path):
     with pytest.raises(SubmissionError, match="an existing file is unchanged"):
         Submission("a = 3\n").save(tmp_path / "folder")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["folder", "submission.py"]
+
+
+def test_saving_through_a_link_or_into_a_pipe_keeps_the_link_and_the_pipe(tmp_path):
+    (tmp_path / "link.py").symlink_to("real.py")
+    for source in ("a = 1\n", "a = 2\n"):
+        Submission(source).save(tmp_path / "link.py")
+        assert (tmp_path / "real.py").read_text() == source
+    assert (tmp_path / "link.py").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    Submission("a = 3\n").save(tmp_path / "pipe")
+    assert os.read(reader, 100) == b"a = 3\n"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_load_without_the_entry_point_says_so():

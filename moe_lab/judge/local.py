@@ -28,8 +28,6 @@ from moe_lab.timing import summarise
 
 Profile = Literal["contest", "open"]
 
-#: A submission is a page or two of text; a file beyond this was not written by hand.
-_MAX_SOURCE_BYTES = 1 << 20
 #: What breaking a rule of this kind is called; every other kind is a rule violation.
 _KIND_VERDICTS = {"contract": Verdict.CONTRACT_ERROR, "limit": Verdict.RESOURCE_ERROR}
 
@@ -133,13 +131,7 @@ class _Run:
     def _read(self, given: Submission | str | os.PathLike[str]) -> Submission:
         try:
             if not isinstance(given, Submission):
-                path = Path(given)
-                if path.is_file() and path.stat().st_size > _MAX_SOURCE_BYTES:
-                    raise SubmissionError(
-                        f"got {path.stat().st_size} bytes in {path}, expected at most {_MAX_SOURCE_BYTES}, usually "
-                        "because it is not the file you meant"
-                    )
-                given = Submission.from_file(path)
+                given = Submission.from_file(given)
             self._report.submission = SubmissionReport(
                 name=given.name, sha256=given.source_hash, lines=given.source.count("\n") + 1
             )
