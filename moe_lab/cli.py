@@ -144,6 +144,8 @@ def judge(
         raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
     if json_file is not None and not os.path.isdir(json_file.parent):
         raise SubmissionError(f"got no folder {json_file.parent}, expected one for the report {json_file.name}")
+    if json_file is not None and os.path.isdir(json_file):
+        raise SubmissionError(f"got a folder {json_file}, expected a file to write the report to")
     console = Console(stderr=True)
     with console.status("starting the judge") as status:
         said = ""
@@ -166,9 +168,10 @@ def judge(
         except KeyboardInterrupt:
             print("interrupted: no verdict", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None
+    # Said before it is saved: a verdict took a minute, and saving may fail.
+    Console().print(report)
     if json_file is not None:
         report.save(json_file)
-    Console().print(report)
     code = 0 if report.accepted else 2 if report.verdict is Verdict.JUDGE_ERROR else 1
     raise typer.Exit(code)
 

@@ -40,7 +40,7 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
         raise ExportError(f"got no file {path}, expected a notebook") from None
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ExportError(
             f"{path} is no notebook, expected JSON with cells, usually because the save broke off"
         ) from None

@@ -56,6 +56,8 @@ def judge(
     say = progress or (lambda text: None)
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     name = submission.name if isinstance(submission, Submission) else Path(submission).name
+    # Python keeps bytes of a path that are no text as characters that cannot be written.
+    name = name.encode("utf-8", "replace").decode()
     say(f"reading {name}")
     report = Report(
         verdict=Verdict.JUDGE_ERROR, sentence="the judge did not finish", profile=profile,

@@ -37,9 +37,10 @@ class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of t
     """
 
     def __init__(self, verdict: Verdict, sentence: str, *, alive: bool = False) -> None:
-        super().__init__(sentence)
+        # What a submission raises may hold characters that no encoding has.
+        self.sentence = sentence.encode("utf-8", "replace").decode()
+        super().__init__(self.sentence)
         self.verdict = verdict
-        self.sentence = sentence
         self.alive = alive
 
 

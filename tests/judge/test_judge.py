@@ -1,6 +1,7 @@
 """The judge from outside: broken files, reports, replay, exit codes, and failures of the judge itself."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -198,6 +199,17 @@ def test_progress_starts_at_once_and_ends_with_the_verdict() -> None:
     assert said[-1].startswith("contract_error: ")
 
 
+def test_text_that_cannot_be_written_is_said_all_the_same(tmp_path: Path) -> None:
+    """An exception may say what no encoding has, and a path may hold bytes that are no text."""
+    source = SIGNATURE + "    raise ValueError('half of a character: \\ud800')\n"
+    raised = judge(Submission(source), plan=small_plan())
+    assert "half of a character: ?" in raised.sentence
+    missing = judge(tmp_path / os.fsdecode(b"caf\xe9.py"))
+    for report in (raised, missing):
+        assert Report.model_validate_json(report.to_json()) == report
+        report.render().encode()
+
+
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moe_lab", "judge", *arguments], capture_output=True, text=True, timeout=120, check=False
@@ -217,6 +229,14 @@ def test_exit_codes_for_usage_and_rejection(tmp_path: Path) -> None:
     assert rejected.stderr.splitlines()[0] == "starting the judge"
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "compile_error"
     assert run_cli(str(path), "--json", str(tmp_path / "no" / "report.json")).returncode == 2
+    long = tmp_path / ("x" * 300)
+    assert run_cli(str(long)).stderr.startswith("moe-lab: got no file")
+    for target, says in ((tmp_path, "got a folder"), (long, "File name too long")):
+        unwritten = run_cli(str(path), "--json", str(target))
+        assert unwritten.returncode == 2
+        assert says in unwritten.stderr.splitlines()[-1]
+        assert "Traceback" not in unwritten.stderr
+    assert unwritten.stdout.startswith("compile_error")
 
 
 def test_exit_codes_for_acceptance_and_judge_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
