@@ -6,10 +6,13 @@ it runs, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import traceback
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -135,8 +138,6 @@ def judge(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
-    import os.path
-
     from rich.console import Console
 
     # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
@@ -281,9 +282,35 @@ def tune(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one sentence and exit code 2."""
+    """Run the command line; whatever fails is one sentence and exit code 2, since 1 says that a file is rejected."""
     try:
-        app()
+        os.getcwd()
+    except OSError as error:
+        # Libraries fail in ways of their own there.
+        _fail(f"the current folder: {error.strerror}")
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # as with `>&-`
+                sys.stdout.flush()
     except MoeLabError as error:
-        print(f"moe-lab: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        # What could not be written now cannot be written by Python's own exit either.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"{what}{error.strerror or error}")
+    except Exception as error:  # noqa: BLE001 - a fault of ours: say where, for a report of it
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "moe_lab" in Path(frame.filename).parts]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        said = " ".join(str(error).split())[:300]
+        _fail(f"the tool itself failed, which says nothing about your files: {type(error).__name__}: {said}{place}")
+
+
+def _fail(sentence: str) -> NoReturn:
+    """End with one sentence and exit code 2."""
+    with contextlib.suppress(OSError):
+        print(f"moe-lab: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None

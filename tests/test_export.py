@@ -56,9 +56,7 @@ def test_none_two_or_empty_cells_are_named(tmp_path, cells, message):
         submission_cell(_notebook(tmp_path / "n.ipynb", *cells))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"cells": 3}', '{"cells": [{"cell_type": "code"}]}', "[" * 100_000]
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": 3}', '{"cells": [{"cell_type": "code"}]}', "[" * 100_000])
 def test_what_is_no_notebook_is_named(tmp_path, text):
     path = tmp_path / "n.ipynb"
     path.write_text(text)

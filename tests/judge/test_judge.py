@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -237,6 +238,42 @@ def test_exit_codes_for_usage_and_rejection(tmp_path: Path) -> None:
         assert says in unwritten.stderr.splitlines()[-1]
         assert "Traceback" not in unwritten.stderr
     assert unwritten.stdout.startswith("compile_error")
+
+
+def run_main(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_lab", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
+
+
+@pytest.mark.parametrize("arguments", [("steps",), ("explain",), ("score", "1", "1", "1")])
+def test_output_that_cannot_be_written_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_main(*arguments, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "moe-lab: No space left on device\n")
+    closed = run_main(*arguments, preexec_fn=lambda: os.close(1))
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    remove = "import os; os.chdir('gone'); os.rmdir(os.getcwd()); from moe_lab.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", remove, "doctor"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "moe-lab: the current folder: No such file or directory\n"
+
+
+def test_a_fault_of_the_tool_is_one_sentence_and_no_rejection(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise KeyError("a\nb")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moe-lab: the tool itself failed, which says nothing about your files: KeyError: ")
 
 
 def test_exit_codes_for_acceptance_and_judge_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
