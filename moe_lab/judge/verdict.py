@@ -313,6 +313,10 @@ class Report(_Strict):
             f"{self._printed(100).export_html(inline_styles=True, code_format=text)}</div>"
         )
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # What IPython shows in a terminal, and a notebook where HTML is not drawn.
+        printer.text(self.render(100))
+
     def _printed(self, width: int) -> Console:
         # Within Jupyter a console would show its text there and leave the file empty.
         console = Console(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.lib.pretty import pretty
 from typer.testing import CliRunner
 
 from moe_lab import cli
@@ -189,6 +190,7 @@ def test_the_report_says_what_matters_in_text_and_html(monkeypatch: pytest.Monke
     assert max(map(len, text.splitlines())) <= 120
     assert "it is &lt;wrong&gt;" in report._repr_html_()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert pretty(report) == report.render(100)
     assert report.render() == text, "in a notebook the text would go to the page and leave the box empty"
     assert "it is &lt;wrong&gt;" in report._repr_html_()
 
