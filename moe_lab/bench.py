@@ -409,8 +409,9 @@ def render(rows: Sequence[Measurement]) -> list[str]:
 def summary_rows(folder: Path | None = None) -> list[Measurement]:
     """The recorded rows that :func:`summary` reads, cases in order.
 
-    Of each contest case the newest GPU run counts that has steps, peers and both roofs, with routing
-    :data:`DEFAULT_ROUTING` and a cold cache.
+    Of each contest case one GPU run counts that has steps, peers and both roofs, with routing :data:`DEFAULT_ROUTING`
+    and a cold cache: the one with the most peers, of those the one with the most steps, of those the newest. So a run
+    of a few steps, or on a machine that lacks a peer, never stands for the whole ladder.
 
     Raises:
         DataError: if no recorded run qualifies.
@@ -427,13 +428,19 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
             part for _, part in sorted(runs.items())
             if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
         ]  # fmt: skip
-        chosen += complete[-1] if complete else []
+        if complete:
+            chosen += max(complete, key=_coverage)
     if not chosen:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
             "`moe-lab bench` on a machine with a GPU"
         )
     return chosen
+
+
+def _coverage(rows: Sequence[Measurement]) -> tuple[int, int, str]:
+    kinds = [row.kind for row in rows]
+    return kinds.count("peer"), kinds.count("step"), rows[0].run
 
 
 def summary(folder: Path | None = None) -> list[str]:

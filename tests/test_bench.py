@@ -143,6 +143,13 @@ def test_the_summary_takes_the_newest_complete_run_of_each_case(tmp_path):
     record(rows_of("20260103T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:-1], tmp_path)
     record(rows_of("20260104T000000Z-aaaaaa", CASES[1], 0.10, 0.50, routing="one_expert"), tmp_path)
     record(rows_of("20260105T000000Z-aaaaaa", CASES[3], 1.50, 1.73), tmp_path)
+    # Newer, but with a peer or a step less: they do not stand for the ladder.
+    record(
+        rows_of("20260106T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:2]
+        + rows_of("20260106T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[3:],
+        tmp_path,
+    )
+    record(rows_of("20260107T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[1:], tmp_path)
     first, third = summary(tmp_path)
     assert first.startswith("case 1 bound_ratio=1.060 vs_best_peer=1.238 ours=h3_best 0.4200 ms")
     assert third.startswith("case 3 bound_ratio=1.080 vs_best_peer=1.153 ")
