@@ -429,7 +429,8 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
             if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
         ]  # fmt: skip
         if complete:
-            chosen += max(complete, key=_coverage)
+            widest: list[Measurement] = max(complete, key=_coverage)
+            chosen += widest
     if not chosen:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
