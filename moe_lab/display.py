@@ -28,12 +28,25 @@ def show(figure: Figure, description: str) -> None:
 
     if not description.strip():
         raise ValueError("got an empty description, expected what the figure shows in words")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100, bbox_inches="tight", metadata={"Software": None})
     display(
-        {"image/png": base64.b64encode(picture.getvalue()).decode(), "text/plain": description},
+        {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": description},
         metadata={"image/png": {"alt": description}},
         raw=True,
     )
     words = f"<details><summary>This figure in words</summary>{html.escape(description)}</details>"
     display({"text/html": words, "text/plain": description}, raw=True)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG with a palette of 128 colours: a third of the bytes of a full-colour one, and looks the same.
+
+    Args:
+        figure: what to draw, at 100 dots an inch.
+    """
+    from PIL import Image
+
+    picture, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, bbox_inches="tight", metadata={"Software": None})
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(128, method=Image.Quantize.MEDIANCUT).save(small, format="png", optimize=True)
+    return small.getvalue()

@@ -43,17 +43,22 @@ def timings(rows: Sequence[Measurement], bounds_ms: dict[str, float] | None = No
     """Median times with their 95% intervals, a panel for each case, one line for each step or peer.
 
     Args:
-        rows: of one run, roofs left out or not; steps are drawn in the order given, peers after them.
+        rows: of one run for each case, roofs left out or not; steps are drawn in the order given, peers after them.
         bounds_ms: least time by name of the case, drawn as a line (:func:`moe_lab.bench.bound_ms`).
 
     Raises:
-        ContractError: for no rows, or rows of several runs: their times may not be compared.
+        ContractError: for no rows, or a case with rows of several runs: their times may not be compared.
     """
     rows = [row for row in rows if row.kind != "roof"]
-    runs = {row.run for row in rows}
-    if len(runs) != 1:
-        raise ContractError(f"got rows of {len(runs)} runs, expected one: only what was timed in turns can be compared")
+    if not rows:
+        raise ContractError("got no rows of a step or peer, expected those of a run")
     cases = list(dict.fromkeys(row.case for row in rows))
+    for case in cases:
+        runs = {row.run for row in rows if row.case == case}
+        if len(runs) != 1:
+            raise ContractError(
+                f"got rows of {len(runs)} runs for {case}, expected one: only what was timed in turns can be compared"
+            )
     names = list(dict.fromkeys(row.name for row in sorted(rows, key=lambda row: row.kind == "peer")))
     figure, panels = _figure(3.2 + 2.5 * len(cases), 1.5 + 0.3 * len(names), len(cases))
     words = []
