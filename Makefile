@@ -66,8 +66,9 @@ $(COMPAT_STAMP): $(STAMP)
 	$(COMPAT)/bin/python -m pip install --quiet --ignore-installed --no-deps tilelang==0.1.10 apache-tvm-ffi==0.1.11 z3-solver==4.15.4.0
 	@touch $@
 
-notebooks: $(STAMP) ## execute every notebook again and normalise it
+notebooks: $(STAMP) ## execute every notebook again, normalise it, and make the README parts anew
 	$(BIN)/python -m moe_lab.notebooks
+	$(BIN)/python -m moe_lab.readme
 
 bench: $(STAMP) ## time every step on this machine's device
 	$(BIN)/moe-lab bench
