@@ -21,6 +21,8 @@ from moe_lab.judge.session import Made
 _SAME_ROUNDING = 8e-4
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
+#: Part of the rows that rounding has to harm before precision is blamed: a lost tile harms few.
+_SPREAD = 0.2
 #: Wrong rows whose answer a mistake has to explain with finite numbers.
 _FEW_ROWS = 3
 #: A mistake is looked for in so many wrong rows at most: a contest case has thousands.
@@ -85,7 +87,7 @@ def cause_of(history: Sequence[Made]) -> str | None:
 def _precision(made: Made) -> str | None:
     """What to say of an answer that is a little wrong everywhere."""
     result = made.comparison
-    if result.judge_rows.any() or result.row_error is None or result.wrong_rows.float().mean() < _NAMED:
+    if result.judge_rows.any() or result.row_error is None or result.wrong_rows.float().mean() < _SPREAD:
         return None
     return (
         f"less precision than fp16 somewhere: a row is off by up to {result.row_error:.2%} of its norm, where rounding "
@@ -135,6 +137,7 @@ def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
     yield from _unwritten(made)
     yield from _remembered(history)
     yield from _route_weights(made.inputs)
+    yield _some_weight(made)
     yield from _formulas(made.inputs)
     yield from _indices(made)
     yield from _reductions(made.inputs)
@@ -243,6 +246,23 @@ def _route_weights(inputs: Inputs) -> Iterator[Hypothesis]:
         yield weighted("the fp32 route weights are read as fp16", lambda rows: halves[rows])
 
 
+def _some_weight(made: Made) -> Hypothesis:
+    """Whatever weight a row got: all of it is one multiple of the right answer, which nothing else looks like."""
+
+    def answer(rows: torch.Tensor) -> torch.Tensor:
+        right = _unweighted(made.inputs, rows)
+        got = made.out[made.inputs.valid_rows[rows]].float()
+        weight = (got * right).sum(dim=1, keepdim=True) / right.square().sum(dim=1, keepdim=True)
+        own = made.inputs.routed_expert_weights[rows, None].float()
+        # A row of zeros or NaN is a multiple of anything, and a row with its own weight has another fault.
+        other = torch.isfinite(weight) & (weight != 0) & ((weight - own).abs() > 0.02 * own.abs())
+        return torch.where(other, weight * right, torch.inf)
+
+    return Hypothesis(
+        "another route weight than the row's own: it is read at a wrong place, usually at the padded row", answer
+    )
+
+
 def _formulas(inputs: Inputs) -> Iterator[Hypothesis]:
     def formula(cause: str, hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Hypothesis:
         def compute(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -263,6 +283,13 @@ def _formulas(inputs: Inputs) -> Iterator[Hypothesis]:
     yield formula("up stands in for gate as well", lambda g, u: F.silu(u) * u)
     yield formula("GELU instead of SiLU", lambda g, u: F.gelu(g) * u)
     yield formula("ReLU instead of SiLU", lambda g, u: F.relu(g) * u)
+    yield formula("hard swish instead of SiLU", lambda g, u: F.hardswish(g) * u)
+    yield formula("sigmoid(1.702 * g), a fast GELU, instead of SiLU", lambda g, u: g * torch.sigmoid(1.702 * g) * u)
+    yield formula(
+        "sigmoid(2 * g) instead of sigmoid(g): the half in tanh(g / 2) is missing",
+        lambda g, u: g * torch.sigmoid(2 * g) * u,
+    )
+    yield formula("tanh instead of SiLU", lambda g, u: torch.tanh(g) * u)
 
 
 def _indices(made: Made) -> Iterator[Hypothesis]:

@@ -201,6 +201,8 @@ class _Run:
         if problem:
             self._explain(submission, problem)
             raise Stopped(problem.verdict, problem.sentence)
+        if session.computed:
+            self._torch_computed(sorted(session.computed))
         for group in plan.groups:
             if group.name in session.times_ms:
                 too_fast = impossible(group, min(session.times_ms[group.name][0]), self._report.device)
@@ -213,6 +215,16 @@ class _Run:
                 f"({', '.join(sorted(set(session.strangers)))}), expected none: a submission computes in run_kernel "
                 "and nowhere else",
             )
+
+    def _torch_computed(self, names: list[str]) -> None:
+        """A ruling of the contest: rejected there, said elsewhere."""
+        rule = rules.RULES["torch-compute"]
+        message = f"torch computed with {', '.join(names)} while run_kernel was called. {rule.sentence}"
+        contest = self._report.profile == "contest"
+        level: Literal["violation", "advice"] = "violation" if contest else "advice"
+        self._report.findings.append(FindingReport(rule_id=rule.id, level=level, message=message))
+        if contest:
+            raise Stopped(Verdict.RULE_VIOLATION, f"{message}; `moe-lab explain {rule.id}`")
 
     def _check_fit(self, submission: Submission) -> None:
         self._say("lowering the contest's cases")

@@ -507,6 +507,8 @@ class _Checker:
                 self.add("import-root", node, f"got `{_text(node)}`")
             elif alias.name != "*":
                 self._check_dotted(dotted, node)
+                if base == "torch" and alias.name in _TORCH_MATMUL | _TORCH_ACTIVATE:
+                    self.add("torch-compute", node, f"got {dotted}")
             if is_reserved(alias.asname or alias.name):
                 self.add("reserved-name", node, f"got the name {alias.asname or alias.name}")
             elif any(part.startswith("_") for part in dotted.split(".")[1:]):
@@ -709,7 +711,15 @@ class _Checker:
         name = node.attr
         if name.startswith("_") and not name.startswith("__") and name != "_":
             self.add("private-attribute", node, f"got .{name}")
-        if self.dotted(node, scope):
+        known = self.dotted(node, scope)
+        # Nobody names a matrix product except to call it, now or through another name.
+        products = _TORCH_MATMUL | _TORCH_ACTIVATE
+        banned = {dotted for dotted in known if _is_torch(dotted) and dotted.partition(".")[2] in products}
+        if banned:
+            self.add("torch-compute", node, f"got {min(banned)}")
+        elif not known and name.rstrip("_") in _TORCH_MATMUL - {"linear", "dot", "inner", "outer"}:
+            self.add("torch-compute", node, f"got .{name}")
+        if known:
             return
         if name in _TENSOR_ONLY:
             self.add("tensor-member", node, f"got .{name}")

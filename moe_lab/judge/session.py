@@ -103,6 +103,8 @@ class Session:
         self._opened = 0
         #: Times of the submission and of the baseline by group, for groups that ask for it.
         self.times_ms: dict[str, tuple[list[float], list[float]]] = {}
+        #: Operations by which torch computed what belongs in a kernel, of every call so far; only under the sandbox.
+        self.computed: set[str] = set()
         #: What the submission printed; complete once the session has ended.
         self.log = ""
         #: Processes that the submission left running; complete once the session has ended.
@@ -164,6 +166,7 @@ class Session:
                     {"event": "call", "arena": identity, "garbage": group.garbage, "seed": call.seed},
                     self._limits.call_s if before else self._limits.first_call_s,
                 )
+                self.computed |= set(answer["computed"])
                 truth = _truth(inputs)
                 out = arena.out.to(truth.device, copy=True)
                 before = Made(

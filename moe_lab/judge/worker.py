@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from moe_lab.judge.channel import KEY_BYTES, Channel, ChannelClosedError, Messag
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_CHARS = 4_000
+_KIND_CHARS = 80
 _TAIL_LINES = 12
 
 
@@ -34,13 +35,19 @@ class _Garbage:
     def __init__(self) -> None:
         self.kind = "untouched"
         self.seed = 0
+        self.filling = False
 
     def install(self) -> None:
         import torch
 
         def filled(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return self.fill(create(*args, **kwargs))
+                made = create(*args, **kwargs)
+                self.filling = True
+                try:
+                    return self.fill(made)
+                finally:
+                    self.filling = False
 
             wrapper.__name__ = create.__name__
             wrapper.__doc__ = create.__doc__
@@ -67,6 +74,68 @@ class _Garbage:
         if tensor.dtype == torch.bool:
             return tensor.fill_(True)
         return tensor.random_(generator=generator)
+
+
+class _TorchCompute:
+    """What torch computes in a call, however the file reaches it: the text cannot show every way.
+
+    A few passes over the activations are small host-side uses, which the contest does not rule out; a matrix product
+    is not small, and neither is one that is spelt out element by element.
+    """
+
+    PASSES = 8
+
+    def __init__(self, garbage: _Garbage) -> None:
+        self._garbage = garbage
+        self._elements = 0
+        self._pointwise: set[str] = set()
+        self._products: set[str] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at every operation that torch dispatches."""
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        compute = self
+        compute._elements, compute._pointwise, compute._products = 0, set(), set()
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor) and result.is_floating_point():
+                    compute._saw(func._schema.name.partition("::")[2].rstrip("_"), result.numel(), func.tags)
+                return result
+
+        with Watch():
+            yield
+
+    def _saw(self, name: str, elements: int, tags: Any) -> None:
+        import torch
+
+        if name in PRODUCTS:
+            self._products.add(name)
+        elif torch.Tag.pointwise in tags and name not in MOVES and not self._garbage.filling:
+            self._pointwise.add(name)
+            self._elements += elements
+
+    def names(self, activations: int) -> list[str]:
+        """Operations of the call that are more than host-side work.
+
+        Args:
+            activations: elements of one pass, P * (H + I).
+        """
+        many = self._elements > self.PASSES * activations
+        return sorted(self._products | (self._pointwise if many else set()))
+
+
+#: Operations of torch that multiply matrices, and those that are called pointwise and compute nothing.
+PRODUCTS = frozenset({
+    "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addr", "linear", "convolution",
+    "_addmm_activation", "_scaled_mm", "_int_mm", "_cdist_forward", "_trilinear",
+    "_scaled_dot_product_flash_attention_for_cpu",
+})  # fmt: skip
+MOVES = frozenset({"copy", "_to_copy", "fill", "zero", "clone", "where", "masked_fill", "lift_fresh", "detach"})
 
 
 class _Launches:
@@ -126,6 +195,8 @@ class _Session:
         self._arenas: dict[int, _Arena] = {}
         self._garbage = _Garbage()
         self._launches = _Launches()
+        self._compute = _TorchCompute(self._garbage)
+        self._sandboxed = False
         self._entry: Callable[..., Any] | None = None
         self._path = ""
         self._device = "cpu"
@@ -170,7 +241,7 @@ class _Session:
     def _load(self, path: str, sandboxed: bool) -> Message:
         # Counted before the file is executed: a thread that it starts while loading counts against it.
         self._threads = threading.active_count()
-        self._path = path
+        self._path, self._sandboxed = path, sandboxed
         source = Path(path).read_text(encoding="utf-8")
         try:
             if sandboxed:
@@ -203,9 +274,12 @@ class _Session:
         memory.fetch()
         self._garbage.kind, self._garbage.seed = garbage, seed
         launches, start = self._launches.count, time.perf_counter()
+        # A fresh tensor object for each argument and call: an object that was seen before means nothing.
+        fresh = [tensor.view(tensor.shape) for tensor in memory.tensors]
+        activations = fresh[0].shape[0] * (fresh[1].shape[-1] + fresh[1].shape[-2])
         try:
-            # A fresh tensor object for each argument and call: an object that was seen before means nothing.
-            returned = self._entry(*(tensor.view(tensor.shape) for tensor in memory.tensors))
+            with self._compute.watching() if self._sandboxed else contextlib.nullcontext():
+                returned = self._entry(*fresh)
             memory.give_back()
         except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
             return self._error(error, "call")
@@ -216,6 +290,7 @@ class _Session:
             "returned": None if returned is None else type(returned).__name__,
             "seconds": time.perf_counter() - start,
             "launches": self._launches.count - launches,
+            "computed": self._compute.names(activations),
             "threads": threading.active_count(),
         }
 
@@ -250,12 +325,15 @@ class _Session:
             for frame in frames
         )
         launching = any("/tilelang/" in frame.filename for frame in frames) and not compiling
-        text = str(error)
+        try:
+            text = str(error)
+        except BaseException:  # noqa: BLE001 - the submission's own class, which may raise anything
+            text = "its text cannot be made"
         return {
             "event": "error",
             "phase": phase,
             "stage": "compile" if compiling else "launch" if launching else "host",
-            "kind": type(error).__name__,
+            "kind": type(error).__name__[:_KIND_CHARS],
             "message": text[:_MESSAGE_CHARS],
             "tail": "\n".join(text.splitlines()[-_TAIL_LINES:])[-_MESSAGE_CHARS:],
             "line": own[-1].lineno if own else getattr(error, "lineno", None),

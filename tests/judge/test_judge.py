@@ -202,6 +202,13 @@ def test_progress_starts_at_once_and_ends_with_the_verdict() -> None:
     assert said[-1].startswith("contract_error: ")
 
 
+def test_torch_that_computes_is_said_and_not_rejected_under_the_open_profile() -> None:
+    report = judge(EXPLOITS / "cheat_torch_elementwise.py", profile="open", seed=1, plan=small_plan())
+    assert report.accepted, report.sentence
+    (found,) = (finding for finding in report.findings if finding.message.startswith("torch computed with "))
+    assert (found.rule_id, found.level) == ("torch-compute", "advice")
+
+
 def test_text_that_cannot_be_written_is_said_all_the_same(tmp_path: Path) -> None:
     """An exception may say what no encoding has, and a path may hold bytes that are no text."""
     source = SIGNATURE + "    raise ValueError('half of a character: \\ud800')\n"
