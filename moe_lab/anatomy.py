@@ -165,6 +165,10 @@ def walk(nodes: Sequence[Node]) -> Iterator[Op]:
                 yield from walk(node.orelse)
 
 
+#: A product of sizes beyond this is no count of anything on a device.
+_PRODUCT_BITS = 256
+
+
 def product(values: Sequence[Any]) -> int | Unknown:
     """Product of integers; unknown if one of them is.
 
@@ -178,6 +182,8 @@ def product(values: Sequence[Any]) -> int | Unknown:
         if not isinstance(value, int):
             return Unknown(f"{value!r} is no integer")
         total *= value
+        if total.bit_length() > _PRODUCT_BITS:
+            return Unknown("a product of sizes is too large")
     return total
 
 
@@ -189,5 +195,8 @@ def dtype_bits(dtype: str) -> int | Unknown:
     """
     if dtype == "bool":
         return 8
+    # What TileLang calls them without a number.
+    if dtype in ("float", "double", "int", "uint"):
+        return 64 if dtype == "double" else 32
     match = re.match(r"(?:b?float|u?int|e\dm\d\w*?_float)(\d+)", dtype)
     return int(match[1]) if match else Unknown(f"the width of dtype {dtype!r} is not known")

@@ -30,6 +30,8 @@ _MOST_DEPTH = 40
 #: Items of a container and bits of a number that are kept.
 _MOST_ITEMS = 10_000
 _MOST_BITS = 4096
+#: Sizes of grids, blocks and tiles are 32-bit integers.
+_EXTENTS = 2**31
 
 
 def launches(submission: Submission, case: Case, layout: GroupedLayout) -> list[Launch]:
@@ -397,7 +399,7 @@ class _Interpreter:
         if isinstance(threads, (tuple, list)):
             threads = product(threads)
         launch = Launch(
-            node.lineno, tuple(_number(extent) for extent in grid), _number(threads), dict(self.pass_configs)
+            node.lineno, tuple(_extent(extent) for extent in grid), _extent(threads), dict(self.pass_configs)
         )
         if target is not None:
             for name in ast.walk(target):
@@ -453,11 +455,11 @@ class _Interpreter:
         if not numbers:
             return Unknown(f"line {node.lineno}: `{ast.unparse(node.iter)}` has no extent")
         if frame.kind == "Persistent":
-            return -(-numbers[0] // numbers[1])
+            return -(-numbers[0] // max(1, numbers[1]))
         if frame.kind in ("grid", "Parallel", "vectorized", "Vectorized"):
-            return math.prod(numbers)
+            return product([max(0, number) for number in numbers])
         if len(numbers) == 1:
-            return numbers[0]
+            return max(0, numbers[0])
         # T.Pipelined(start, stop, num_stages) has no step.
         step = numbers[2] if len(numbers) > 2 and frame.kind != "Pipelined" else 1
         return max(0, -(-(numbers[1] - numbers[0]) // step)) if step else 0
@@ -754,6 +756,8 @@ class _Interpreter:
             return self.known_call(target, args, kwargs, node)
         if isinstance(target, Unknown):
             return target
+        if target is len and len(args) == 1 and isinstance(args[0], Tensor) and args[0].shape:
+            return args[0].shape[0]
         if callable(target):
             flat = [*args, *kwargs.values()]
             unknown = next((value for value in flat if isinstance(value, Unknown)), None)
@@ -782,9 +786,16 @@ class _Interpreter:
         name = node.func.attr
         args = [self.value(item, scope) for item in node.args]
         if isinstance(owner, Tensor):
-            if name in ("size", "numel", "dim"):
-                whole = {"size": owner.shape, "numel": product(owner.shape), "dim": len(owner.shape)}[name]
-                return owner.shape[args[0]] if args and isinstance(args[0], int) else whole
+            if name == "size":
+                which = args[0] if args else self.keywords(node, scope).get("dim")
+                if which is None:
+                    return owner.shape
+                inside = isinstance(which, int) and -len(owner.shape) <= which < len(owner.shape)
+                return owner.shape[which] if inside else Unknown(f"`{ast.unparse(node)}` is no axis of {owner.name}")
+            if name in ("numel", "nelement"):
+                return product(owner.shape)
+            if name in ("dim", "ndimension"):
+                return len(owner.shape)
             if name == "element_size":
                 bits = dtype_bits(owner.dtype)
                 return bits if isinstance(bits, Unknown) else bits // 8
@@ -849,7 +860,7 @@ class _Interpreter:
         extents = shape if isinstance(shape, (tuple, list)) else (shape,)
         reasoned = tuple(
             Unknown(f"line {node.lineno}: `{ast.unparse(node)}`: {extent.reason}")
-            if isinstance(extent, Unknown) else _number(extent) for extent in extents
+            if isinstance(extent, Unknown) else _extent(extent) for extent in extents
         )  # fmt: skip
         buffer = Buffer("", scope, reasoned, dtype, node.lineno)
         self.launch.buffers.append(buffer)
@@ -1009,6 +1020,14 @@ def _number(value: Any) -> int | Unknown:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or int(value) != value:
         return value if isinstance(value, Unknown) else Unknown(f"{value!r} is no whole number")
     return int(value)
+
+
+def _extent(value: Any) -> int | Unknown:
+    """A size of a grid, a block or a tile."""
+    number = _number(value)
+    if isinstance(number, Unknown) or 0 < number < _EXTENTS:
+        return number
+    return Unknown(f"{number} is no size, expected 1 or more" if number <= 0 else "it is too large for a size")
 
 
 def _sum(left: int | Unknown, right: int | Unknown) -> int | Unknown:

@@ -176,11 +176,13 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
     shared_bytes = known(shared, "the shared memory")
     results = {id(op.writes[0]) for op in walk(launch.body) if op.kind == "gemm" and op.writes}
     sizes: dict[int, int] = {}
+    whole = threads is not None
     for buffer in launch.buffers:
         if not buffer.scope.startswith("shared"):
-            size = known(buffer.size_bytes, f"the size of {buffer.name}") or 0
+            size = known(buffer.size_bytes, f"the size of {buffer.name}")
+            whole = whole and size is not None
             # A local array is each thread's own; a fragment is spread over the threads of the block.
-            each = size if buffer.scope == "local" else -(-size // (threads or 1))
+            each = (size or 0) if buffer.scope == "local" else -(-(size or 0) // (threads or 1))
             sizes[id(buffer)] = -(-each // _REGISTER_BYTES)
     fragments = _peak(launch.body, sizes)
     accumulators = _peak(launch.body, {key: size for key, size in sizes.items() if key in results})
@@ -191,7 +193,6 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
     for name in names:
         count = _times(blocks, _total(launch.body, lambda op, name=name: op.moved.get(name, 0)))
         reads[name] = known(_times(count, _WIDTHS.get(name, 2)), f"what is read of {name}")
-    whole = threads is not None
     return KernelResources(
         stage, launch.line, grid, threads, placed, shared_bytes, accumulators if whole else None,
         fragments if whole else None, flops, reads, tuple(dict.fromkeys(unknown)), _conditional(launch.body),

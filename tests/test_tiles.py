@@ -14,7 +14,7 @@ from moe_lab.errors import ContractError, DataError, SubmissionError
 from moe_lab.lowering import Lowering, lower_many
 from moe_lab.steps import STEPS, step
 from moe_lab.submission import Submission
-from moe_lab.tiles import fit, resources
+from moe_lab.tiles import as_dict, fit, resources
 
 SMALL = Case("small", 4, 1024, 1024, 568)
 
@@ -404,6 +404,43 @@ def test_what_cannot_be_evaluated_is_named_with_its_line_and_expression():
     assert found.kernels[0].shared_bytes is None
     assert any("`out.stride(0)`" in text or "`out`" in text for text in found.unknown)
     assert fit(found, device("c500")).fits is None
+
+
+def test_sizes_are_read_in_every_way_that_tensors_offer():
+    ways = {
+        "= stacked_expert_tokens.shape\n": "= len(out), out.size(dim=-1)\n",
+        "gate_w.shape[0], gate_w.shape[1]": "len(group_sizes), up_w.size(1)",
+        "routed_expert_weights.shape[0]": "routed_expert_weights.numel()",
+        "group_idx_for_bx.shape[0]": "group_idx_for_bx.nelement()",
+        '"float32"': '"float"',
+    }
+    source = step("s0").source
+    for old, new in ways.items():
+        assert old in source
+        source = source.replace(old, new)
+    found, same = resources(Submission(source), CASES[1]), resources(step("s0"), CASES[1])
+    assert found.kernels == same.kernels
+    beyond = resources(Submission(step("s0").source.replace("gate_w.shape[1]", "gate_w.size(7)")), CASES[1])
+    assert any("`gate_w.size(7)`" in text for text in beyond.unknown)
+
+
+@pytest.mark.parametrize("value", ["0", "-64", "9" * 4000, "0x" + "f" * 5000, "2**31"])
+def test_a_tile_that_cannot_be_is_unknown_and_never_fits(value):
+    for name in ("STAGE1_BLOCK_N", "STAGE1_BLOCK_K", "STAGE1_THREADS"):
+        source = step("s0").source.replace(f"{name} = {step('s0').values[name]}", f"{name} = {value}")
+        found = resources(Submission(source), CASES[1])
+        assert fit(found, device("c500")).fits is not True, name
+        assert found.work_ratio is None or name != "STAGE1_BLOCK_N"
+        found.weight_passes()
+        assert json.dumps(as_dict(found, [fit(found, device("c500"))]), allow_nan=False)
+
+
+def test_accumulators_of_unknown_size_are_not_none_at_all():
+    source = step("s0").source.replace('gate_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "float32")',
+                                       'gate_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "thing")')  # fmt: skip
+    first, second = resources(Submission(source), CASES[1]).kernels
+    assert (first.accumulator_registers, first.fragment_registers) == (None, None)
+    assert second.accumulator_registers == 64
 
 
 @pytest.mark.parametrize(

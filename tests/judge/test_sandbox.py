@@ -48,12 +48,17 @@ def _cpu_meaning() -> None:
     backend.prepare()
 
 
+#: Honest files that, like the baseline, are right because out arrives zeroed; the others write the padding rows too.
+LEAVE_PADDING = ("half_blocks", "macros_and_variables", "names_from_imports")
+
+
 @pytest.mark.parametrize("path", [None, *HONEST], ids=lambda path: path.stem if path else "baseline")
 def test_honest_files_run_and_are_right(path: Path | None, tmp_path: Path) -> None:
     source = path.read_text() if path else step("s0_baseline").source
     entry = sandbox.load(source, tmp_path / "submission.py")
     case = Case("small", 3, 128, 128, 200)
-    inputs = make_inputs(case, (129, 0, 71), variant=Variant() if path is None else Variant(out_fill="nan"), seed=3)
+    left = path is None or path.stem in LEAVE_PADDING
+    inputs = make_inputs(case, (129, 0, 71), variant=Variant() if left else Variant(out_fill="nan"), seed=3)
     assert entry(*inputs.args) is None
     truth = fused_truth(inputs)
     rows = inputs.out[inputs.valid_rows].float()
