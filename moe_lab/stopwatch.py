@@ -7,6 +7,7 @@ say nothing about a card. The submission runs as it is, without the judge's sand
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -25,6 +26,8 @@ from moe_lab.submission import Submission
 
 #: Begins every line of ours: whatever else the process prints belongs to the submission or to TileLang.
 _MARK = "moe_lab stopwatch "
+#: Of Linux' prctl: the signal that arrives when the parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -158,5 +161,12 @@ def _measure(mine: _Mine, number: int, routing_name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _die_with_parent() -> None:
+    """End when the notebook's kernel is killed: nothing else would stop a configuration that never ends (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _die_with_parent()
     _answer()
