@@ -56,8 +56,8 @@ def speed() -> str:
     names = sorted({row.name for row in rows if row.kind != "roof"}, key=lambda name: _time(rows, name, cases[-1]))
     table = [
         f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with weights cold in L2, "
-        f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {_stack(first)}, driver {first.driver}). "
-        "Steps compute in fp16, peers in the dtype they name.",
+        f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {_stack(first)}, "
+        f"driver {first.driver}). Steps compute in fp16, peers in the dtype they name.",
         "",
         f"| | {' | '.join(cases)} |",
         "|---|" + "---:|" * len(cases),
