@@ -357,7 +357,9 @@ HONEST = sorted((Path(__file__).parent.parent / "honest").glob("*.py"))
 
 @pytest.mark.parametrize("path", HONEST, ids=lambda path: path.stem)
 def test_honest_files_in_other_styles(path: Path) -> None:
-    assert check(Submission.from_file(path)) == []
+    # The sources are silent on macros, so they are worth a word.
+    said = {("decorator", "advice")} if path.stem == "macros_and_variables" else set()
+    assert {(item.rule_id, item.level) for item in check(Submission.from_file(path))} == said
 
 
 @pytest.mark.parametrize("name", STEPS)
