@@ -801,11 +801,19 @@ class _Interpreter:
                 return bits if isinstance(bits, Unknown) else bits // 8
             if name in ("contiguous", "to", "cuda", "clone", "zero_"):
                 return owner
+        if isinstance(owner, str) and name == "join" and args and isinstance(args[0], (list, tuple)):
+            parts = args[0]
+            # Sizes first: a text of many long texts could fill memory.
+            if all(isinstance(part, str) for part in parts) and sum(map(len, parts)) + len(owner) * len(parts) < (
+                _MOST_ITEMS
+            ):
+                return owner.join(parts)
         if isinstance(owner, (dict, list, str, int, tuple)) and name in _METHODS:
             if any(_too_large(value) for value in (owner, *args)):
                 return Unknown(f"`{ast.unparse(node)}` is too large")
             try:
-                return getattr(owner, name)(*args)
+                found = getattr(owner, name)(*args)
+                return list(found) if name in ("items", "keys", "values") else found
             except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
                 return Unknown(f"`{ast.unparse(node)}` fails: {error}")
         if isinstance(owner, _Kernel):

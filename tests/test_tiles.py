@@ -435,6 +435,20 @@ def test_a_tile_that_cannot_be_is_unknown_and_never_fits(value):
         assert json.dumps(as_dict(found, [fit(found, device("c500"))]), allow_nan=False)
 
 
+@pytest.mark.parametrize(("name", "shared"), [("names_from_imports", [32768, 24576]), ("half_blocks", [24576, 16384])])
+def test_kernels_kept_under_keys_of_text_are_found(name, shared):
+    found = resources(Submission.from_file(Path(__file__).parent / "honest" / f"{name}.py"), CASES[1])
+    assert [kernel.shared_bytes for kernel in found.kernels] == shared
+    assert found.unknown == ()
+
+
+def test_a_tile_taken_from_a_table_by_a_loop_is_the_one_of_this_case():
+    source = (Path(__file__).parent / "honest" / "half_blocks.py").read_text()
+    other = source.replace("2048: (64, 64, 64, 128)", "2048: (64, 256, 16, 256)")
+    kernels = resources(Submission(other), CASES[1]).kernels
+    assert [(kernel.shared_bytes, kernel.threads) for kernel in kernels] == [(18432, 256), (10240, 256)]
+
+
 def test_accumulators_of_unknown_size_are_not_none_at_all():
     source = step("s0").source.replace('gate_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "float32")',
                                        'gate_acc = T.alloc_fragment((BLOCK_M, STAGE1_BLOCK_N), "thing")')  # fmt: skip
