@@ -281,7 +281,7 @@ def test_what_was_dropped_is_said_once(tmp_path: Path) -> None:
 
 
 @cpu_only
-def test_a_dynamic_kernel_is_compiled_once_for_all_token_counts(tmp_path: Path) -> None:
+def test_a_dynamic_kernel_serves_every_token_count(tmp_path: Path) -> None:
     run = load(tmp_path, STYLES["compiled by hand, tokens of any number"]).run
     _, b = operands()
     for rows in (1, 33, 100):

@@ -114,7 +114,9 @@ def test_the_layout_shows_valid_padding_and_blocks_of_padding_alone():
 
 
 def test_a_layout_of_no_rows_is_drawn():
-    drawn(plots.layout_picture(GroupedLayout((0, 0))))
+    plot = plots.layout_picture(GroupedLayout((0, 0)))
+    drawn(plot)
+    assert "0 valid rows in 0 padded rows, 0 blocks of 128" in plot[1]
 
 
 def test_the_memory_map_is_to_scale_and_shows_the_limit():

@@ -279,8 +279,12 @@ def test_what_only_the_compiler_sees(run: Runner) -> None:
 def test_two_loads_share_nothing(tmp_path: Path) -> None:
     body = "    BOX.append(1)\n    if len(BOX) > 1:\n        raise ValueError(BOX)\n"
     source = f"BOX = []\n\n\ndef run_kernel({NAMES}):\n{body}"
-    for name in ("a.py", "b.py"):
-        sandbox.load(source, tmp_path / name)(*range(10))
+    first, second = (sandbox.load(source, tmp_path / name) for name in ("a.py", "b.py"))
+    first(*range(10))
+    second(*range(10))
+    # The same load does keep its box, so the two above had one each.
+    with pytest.raises(ValueError, match=r"\[1, 1\]"):
+        first(*range(10))
 
 
 def test_the_tree_of_a_submission_is_not_changed(tmp_path: Path) -> None:
