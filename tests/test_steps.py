@@ -1,5 +1,6 @@
 import ast
 import inspect
+import subprocess
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ from moe_lab.steps import STEPS, find, predecessors, step
 C500_SHARED_BYTES = 65536
 SMALL = Case("small", 4, 256, 256, 140)
 RAGGED = Case("ragged", 2, 200, 136, 131)
+#: Sizes for which every step takes the kernel that it would take for a contest case on a GPU.
+ON_A_GPU = Case("on a GPU", 5, 512, 256, 558)
+GROUPS = (1, 0, 300, 129, 128)
+#: Calls of these steps with new values must find their kernel: those of the h branch whatever the number of rows.
+ONE_SIZE_FITS_ALL = [entry.name for entry in STEPS.values() if entry.branch == "hopper"]
 
 
 def writes_padding(name: str) -> bool:
@@ -42,6 +48,89 @@ def test_a_step_gives_the_truth_on_every_valid_row(name: str, case: Case, sizes:
     assert inputs.out[padding].eq(0.0 if writes_padding(name) else 7.0).all()
     for before, after in zip(untouched, inputs.args, strict=False):
         assert before.view(torch.uint8).equal(after.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_on_a_gpu_gives_the_truth_and_writes_nowhere_else(name: str) -> None:
+    inputs = make_inputs(ON_A_GPU, GROUPS, token_poison="nan", seed=3, device="cuda")
+    # A block of rows before and after out: what is written there would be another tensor elsewhere.
+    block = 128
+    room = torch.full((len(inputs.out) + 2 * block, ON_A_GPU.hidden), 7.0, dtype=torch.float16, device="cuda")
+    inputs = inputs.with_out(room[block:-block])
+    untouched = [tensor.clone() for tensor in inputs.args[:-1]]
+    run_kernel = step(name).load()
+    truth = fused_truth(inputs)
+    padding = torch.ones(len(inputs.out), dtype=torch.bool, device="cuda")
+    padding[inputs.valid_rows] = False
+    # The second call meets the workspace that the first has left.
+    for _ in range(2):
+        inputs.out.fill_(7.0)
+        run_kernel(*inputs.args)
+        got = inputs.out[inputs.valid_rows].float()
+        assert (got - truth).abs().max() <= 1e-3 * truth.abs().max()
+        assert inputs.out[padding].eq(0.0 if writes_padding(name) else 7.0).all()
+    assert room[:block].eq(7.0).all()
+    assert room[-block:].eq(7.0).all()
+    for before, after in zip(untouched, inputs.args, strict=False):
+        assert before.view(torch.uint8).equal(after.view(torch.uint8))
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one entry for each kernel that TileLang is asked for and each program that is started.
+
+    A kernel that is compiled, and one that is read from the disk, passes :meth:`KernelCache.cached`; and no compiler
+    works without a process of its own. So a call that adds nothing has compiled nothing.
+    """
+    from tilelang.cache.kernel_cache import KernelCache
+
+    seen: list[str] = []
+    cached, started = KernelCache.cached, subprocess.Popen.__init__
+
+    def ask(self: KernelCache, *args: object, **kwargs: object) -> object:
+        seen.append("kernel")
+        return cached(self, *args, **kwargs)
+
+    def start(self: subprocess.Popen[bytes], *args: object, **kwargs: object) -> None:
+        seen.append(f"process {args[:1]}")
+        started(self, *args, **kwargs)
+
+    monkeypatch.setattr(KernelCache, "cached", ask)
+    monkeypatch.setattr(subprocess.Popen, "__init__", start)
+    return seen
+
+
+def check_compiles(name: str, case: Case, groups: tuple[int, ...], device: str, seen: list[str]) -> None:
+    """Call a step with one routing, with another of the same shapes, and with other numbers of rows."""
+    run_kernel = step(name).load()
+
+    def call(sizes: tuple[int, ...], seed: int) -> list[str]:
+        rows = Case(case.name, case.num_experts, case.hidden, case.intermediate, sum(sizes))
+        inputs = make_inputs(rows, sizes, seed=seed, device=device)
+        seen.clear()
+        run_kernel(*inputs.args)
+        asked = list(seen)
+        truth = fused_truth(inputs)
+        assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= 1e-3 * truth.abs().max()
+        return asked
+
+    assert "kernel" in call(groups, 1)
+    assert call(groups[::-1], 2) == []
+    found = call(tuple(size + 90 for size in groups), 3)
+    # The baseline is compiled for one number of rows.
+    assert found == [] if name in ONE_SIZE_FITS_ALL else "kernel" in found
+
+
+@pytest.mark.parametrize("name", ["s0_baseline", *ONE_SIZE_FITS_ALL])
+def test_a_new_routing_compiles_nothing(name: str, compiles: list[str]) -> None:
+    check_compiles(name, SMALL, (1, 0, 129, 10), "cpu", compiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["s0_baseline", *ONE_SIZE_FITS_ALL])
+def test_a_new_routing_compiles_nothing_on_a_gpu(name: str, compiles: list[str]) -> None:
+    check_compiles(name, ON_A_GPU, GROUPS, "cuda", compiles)
 
 
 @pytest.mark.parametrize("name", STEPS)
