@@ -4,7 +4,7 @@ import pytest
 
 from moe_lab import autotune
 from moe_lab.contract import CASES, Case
-from moe_lab.devices import device
+from moe_lab.devices import device, reported_as
 from moe_lab.errors import ContractError
 from moe_lab.steps import step
 
@@ -46,6 +46,20 @@ def test_a_search_ends_with_what_it_timed_and_is_found_again():
     assert autotune.tuned(source, CASE).values == source.values | result.values
     (entry,) = json.loads(autotune.cache_file().read_text()).values()
     assert entry["values"] == result.values
+
+
+@pytest.mark.gpu
+def test_a_search_on_a_gpu_drops_what_its_figures_rule_out():
+    source, case = step("h1"), Case("on a GPU", 2, 512, 256, 300)
+    lines: list[str] = []
+    result = autotune.tune(source, case, names=["BLOCK_K"], rounds=3, say=lines.append)
+    assert result.timed + result.failed + result.pruned == len(autotune.offers(source, ["BLOCK_K"])["BLOCK_K"]) - 1
+    assert result.timed >= 1, lines
+    if reported_as(autotune.backend.detect().name) is not None:
+        # Four tiles in flight of 384 rows and 128 columns would take 384 KiB, twice as wide ones 768.
+        assert [line.partition(" pruned")[0] for line in lines if "pruned" in line] == ["BLOCK_K=128", "BLOCK_K=256"]
+    assert 0 < result.median_ms <= result.source_ms
+    assert autotune.tuned(source, case).values == source.values | result.values
 
 
 def test_another_source_or_shape_is_another_entry(monkeypatch):

@@ -592,6 +592,14 @@ def test_doctor_finds_this_machine_in_order() -> None:
     assert backend.detect().name in checks["device"].found
 
 
+@pytest.mark.gpu
+def test_doctor_finds_a_gpu_and_compiles_for_it() -> None:
+    checks = {check.name: check for check in backend.doctor()}
+    assert [check for check in checks.values() if check.required and not check.ok] == []
+    assert checks["device"].found in (f"{kind}: {backend.detect().name}" for kind in ("cuda", "maca"))
+    assert checks["a kernel compiles and runs"].ok
+
+
 def test_doctor_knows_pairs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"tilelang": "0.1.10", "apache-tvm-ffi": "0.1.12"}
     monkeypatch.setattr(backend, "_version", installed.get)

@@ -11,6 +11,7 @@ from moe_lab.inputs import make_inputs
 from moe_lab.peers import PEERS, Peer
 from moe_lab.reference import fused_truth
 from moe_lab.roofline import work
+from moe_lab.steps import find
 from moe_lab.timing import Measurement, measurements, record
 
 TINY = Case("tiny", 3, 64, 32, 9)
@@ -73,6 +74,27 @@ def test_a_peer_says_what_is_missing():
     assert peer.missing(has_gpu=True) == "not installed (`pip install no-such-distribution-of-anybody`)"
     assert replace(peer, needs_gpu=True).missing(has_gpu=False) == "needs a CUDA GPU"
     assert replace(peer, package="torch").missing(has_gpu=False) == ""
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_steps_peers_and_roofs_in_turns():
+    case = Case("on a GPU", 4, 512, 256, 427)
+    said: list[str] = []
+    timed = bench.time_case(case, (1, 0, 300, 126), 0, [find("s0"), find("h1"), find("h5")], 3, said.append)
+    names = [candidate.name for candidate, _, _ in timed]
+    assert names[:3] == ["s0_baseline", "h1_pipelined", "h5_heights"], said
+    assert {"torch loop over experts (fp16)", "torch grouped_mm (bf16)"} <= set(names), said
+    assert [candidate.kind for candidate, _, _ in timed][-2:] == ["roof", "roof"]
+    for candidate, timing, error in timed:
+        assert timing.cache == "cold"
+        assert len(timing.times_ms) == 3
+        if candidate.kind == "step":
+            assert error is not None
+            assert error < 2e-3
+    # No card of today reaches 10 PFLOP/s or 100 TB/s, and none that has both is as slow as a processor.
+    matmul, copy = ((candidate, timing) for candidate, timing, _ in timed[-2:])
+    assert 20 < matmul[0].flops / matmul[1].median_ms / 1e9 < 10_000
+    assert 0.1 < copy[0].bytes / copy[1].median_ms / 1e9 < 100
 
 
 def candidate(result):

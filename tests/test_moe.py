@@ -19,6 +19,16 @@ def test_the_module_equals_the_naive_layer(top_k):
     assert ((got - naive).norm() / naive.norm()).item() < 2e-3
 
 
+@pytest.mark.gpu
+def test_the_module_equals_the_naive_layer_on_a_gpu():
+    torch.manual_seed(1)
+    layer = moe_lab.MoE(hidden=512, intermediate=256, num_experts=8, top_k=2, device="cuda")
+    for count in (300, 77):
+        tokens = torch.randn(count, 512, device="cuda").half()
+        naive = moe_per_expert(tokens, *route(tokens, layer.router_w, 2), layer.experts)
+        assert ((layer(tokens) - naive).norm() / naive.norm()).item() < 2e-3
+
+
 def test_no_tokens_give_no_rows():
     layer = moe_lab.MoE(hidden=128, intermediate=128, num_experts=2, top_k=1)
     assert layer(torch.zeros(0, 128, dtype=torch.float16)).shape == (0, 128)
