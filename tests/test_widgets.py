@@ -9,7 +9,7 @@ from nbconvert import HTMLExporter
 
 from moe_lab import backend, explorer
 from moe_lab.contract import CASES
-from moe_lab.devices import device
+from moe_lab.devices import device, reported_as
 from moe_lab.errors import ContractError, DataError, SubmissionError
 from moe_lab.explorer import FIRST_CASE_RIGHT, HERE
 from moe_lab.judge import Report, Verdict
@@ -104,7 +104,8 @@ def test_every_routing_of_the_menu_exists_for_every_case(make):
 @pytest.mark.gpu
 def test_this_machine_may_be_a_gpu(make):
     panel = make("h1", case=1, device=HERE, routing="multinomial-0")
-    assert "Fits the" in panel._readout.value
+    if reported_as(backend.detect().name) is not None:
+        assert "Fits the" in panel._readout.value
     panel.values = {"NUM_STAGES": 3}
     panel.session.check(panel.submission, panel.setting, lambda text: None, quick=True)
     press(panel, "time")
