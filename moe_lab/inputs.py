@@ -1,6 +1,7 @@
 """The trusted input generator: one place that makes the ten tensors, for every distribution and every variant.
 
-Everything is seeded and made on the CPU before it moves to a device, so the same seed gives the same bits everywhere.
+Everything is seeded and made on the CPU before it moves to a device, so the same seed gives the same bits everywhere;
+:func:`draw_tokens` also draws on a device, where the contest's sizes take milliseconds.
 """
 
 from __future__ import annotations
@@ -119,18 +120,46 @@ class Inputs:
         return replace(self, out=out)
 
 
+def draw_tokens(
+    layout: GroupedLayout, hidden: int, values: Values, token_poison: TokenPoison, generator: torch.Generator,
+    *, padded: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Draw the tokens of one call.
+
+    Args:
+        layout: where the rows lie.
+        hidden: H.
+        values, token_poison: as for :func:`make_inputs`.
+        generator: decides the values, and the device.
+        padded: whether padding rows are stored.
+
+    Returns:
+        (P, H) fp16, or (N, H).
+
+    Raises:
+        ContractError: for unknown names.
+    """
+    valid = _valid_tokens(layout.num_rows, hidden, values, generator)
+    if not padded:
+        return valid
+    tokens = _poison(layout.num_padded_rows, hidden, token_poison, generator)
+    tokens[torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=tokens.device)] = valid
+    return tokens
+
+
 def _normal(shape: tuple[int, ...], generator: torch.Generator, scale: float) -> torch.Tensor:
-    return torch.randn(shape, generator=generator).mul_(scale).half()
+    return torch.randn(shape, generator=generator, device=generator.device).mul_(scale).half()
 
 
-def _tokens(rows: int, hidden: int, values: Values, generator: torch.Generator) -> torch.Tensor:
+def _valid_tokens(rows: int, hidden: int, values: Values, generator: torch.Generator) -> torch.Tensor:
     if values in _TOKEN_SCALE:
         return _normal((rows, hidden), generator, _TOKEN_SCALE[values])
     if values != "mixed":
         raise ContractError(f"got values={values!r}, expected one of {', '.join(get_args(Values))}")
     # Each row its own power of two, so that a relative error of a small row cannot hide behind a large one.
-    exponents = torch.randint(-8, 4, (rows, 1), generator=generator)
-    return (torch.randn(rows, hidden, generator=generator) * torch.exp2(exponents.float())).half()
+    device = generator.device
+    exponents = torch.randint(-8, 4, (rows, 1), generator=generator, device=device)
+    return (torch.randn(rows, hidden, generator=generator, device=device) * torch.exp2(exponents.float())).half()
 
 
 def make_inputs(
@@ -174,12 +203,7 @@ def make_inputs(
         )
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
-    valid = _tokens(layout.num_rows, hidden, values, generator)
-    if variant.storage == "compact":
-        tokens = valid
-    else:
-        tokens = _poison(layout.num_padded_rows, hidden, token_poison, generator)
-        tokens[torch.tensor(layout.raw_to_padded, dtype=torch.int64)] = valid
+    tokens = draw_tokens(layout, hidden, values, token_poison, generator, padded=variant.storage == "padded")
     gate_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
     up_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
     down_w = _normal((experts, hidden, intermediate), generator, intermediate**-0.5)
@@ -210,12 +234,13 @@ def make_inputs(
 
 
 def _poison(rows: int, hidden: int, kind: TokenPoison, generator: torch.Generator) -> torch.Tensor:
+    device = generator.device
     if kind == "nan":
-        return torch.full((rows, hidden), float("nan"), dtype=torch.float16)
+        return torch.full((rows, hidden), float("nan"), dtype=torch.float16, device=device)
     if kind == "zeros":
-        return torch.zeros(rows, hidden, dtype=torch.float16)
+        return torch.zeros(rows, hidden, dtype=torch.float16, device=device)
     if kind == "large":
-        signs = torch.randint(0, 2, (rows, hidden), generator=generator) * 2 - 1
+        signs = torch.randint(0, 2, (rows, hidden), generator=generator, device=device) * 2 - 1
         return (signs * 60000.0).half()
     raise ContractError(f"got token_poison={kind!r}, expected one of {', '.join(get_args(TokenPoison))}")
 

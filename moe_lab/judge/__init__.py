@@ -5,10 +5,10 @@ What happens, in this order:
 1. The text is read, parsed and held against the rules (:mod:`.rules`). A violation ends the run.
 2. A fresh process is started for the submission (:mod:`.process`, :mod:`.worker`) and loads it under the sandbox
    (:mod:`.sandbox`).
-3. The judge draws the inputs of each call (:mod:`.plan`) and writes them into memory that both processes share
-   (:mod:`.arena`); the worker calls ``run_kernel`` on that memory. Truth, comparison (:mod:`.compare`) and diagnosis
+3. The judge draws the inputs of each call (:mod:`.plan`) and hands their bytes to that process through shared memory
+   (:mod:`.arena`), which calls ``run_kernel`` on them. Truth, comparison (:mod:`.compare`) and diagnosis
    (:mod:`.diagnose`) stay with the judge: the worker never holds an answer, and nothing it says can turn a wrong
-   ``out`` into a right one.
+   ``out`` into a right one. With a GPU, further processes compile for the cases to come (:mod:`.ahead`).
 4. Whether the kernels fit a C500 (:mod:`.fit`), what happens under the contract's open questions (:mod:`.variants`)
    and, with a GPU, times beside the baseline.
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -14,13 +15,14 @@ from moe_lab import backend, devices
 from moe_lab.contract import CASES
 from moe_lab.errors import DataError, MoeLabError, SubmissionError
 from moe_lab.judge import rules
+from moe_lab.judge.ahead import Ahead, processes_for
 from moe_lab.judge.checks import Problem, check_group, experiments, new_report
 from moe_lab.judge.compare import error_map
-from moe_lab.judge.fit import c500_fit
+from moe_lab.judge.fit import FitResult, c500_fit
 from moe_lab.judge.plan import Group, Plan, default_plan
 from moe_lab.judge.score import score
 from moe_lab.judge.session import Progress, Session, Stopped
-from moe_lab.judge.variants import run_variants
+from moe_lab.judge.variants import run_variants, variant_groups
 from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, Verdict
 from moe_lab.roofline import bound, work
 from moe_lab.submission import Submission
@@ -101,6 +103,8 @@ class _Run:
         self._report = report
         self._given_plan = plan
         self._say = say
+        self._beside = ThreadPoolExecutor(1)
+        self._fit: Future[FitResult] | None = None
 
     def judge(self, given: Submission | str | os.PathLike[str]) -> None:
         """Everything in order: text, rules, calls, then what never changes the verdict."""
@@ -111,12 +115,29 @@ class _Run:
         self._device = detected.torch_device
         self._plan = self._given_plan or default_plan(report.seed, self._device)
         self._check_rules(submission)
-        self._run_groups(submission)
+        with self._ahead(submission) as ahead, self._beside:
+            self._run_calls(submission, ahead, detected.kind)
+
+    def _ahead(self, submission: Submission) -> Ahead:
+        """Compile for every group but the first, which is called at once."""
+        plan = self._plan
+        variants = variant_groups(self._report.seed).values() if plan.variants else ()
+        # A file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
+        processes = processes_for(self._device) if plan.sandboxed else 0
+        return Ahead(
+            submission, (*plan.groups[1:], *variants), plan.limits, sandboxed=plan.sandboxed, device=self._device,
+            processes=processes,
+        )  # fmt: skip
+
+    def _run_calls(self, submission: Submission, ahead: Ahead, kind: backend.Kind) -> None:
+        """All calls of the verdict, the limits of a C500, and what never changes the verdict."""
+        report = self._report
+        self._run_groups(submission, ahead)
         if self._plan.fit:
             self._check_fit(submission)
         if self._device == "cpu":
             report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
-        if detected.kind == "maca" and len(report.timing) == len(CASES):
+        if kind == "maca" and len(report.timing) == len(CASES):
             report.score = score([row.median_ms for row in report.timing]).points
         else:
             report.not_measured.append("contest score (only from times on a C500)")
@@ -173,7 +194,7 @@ class _Run:
             submission, groups, self._plan.limits, sandboxed=self._plan.sandboxed, say=self._say, device=self._device
         )
 
-    def _run_groups(self, submission: Submission) -> None:
+    def _run_groups(self, submission: Submission, ahead: Ahead) -> None:
         plan = self._plan
         problem: Problem | None = None
         session = self._session(submission, plan.groups)
@@ -183,6 +204,7 @@ class _Run:
                     if problem and (group.sparse or group.on_device):
                         # The contest's shapes take longest and would only say the same again.
                         continue
+                    ahead.wait(group, self._say)
                     case = new_report(group)
                     self._report.cases.append(case)
                     found = check_group(
@@ -191,6 +213,9 @@ class _Run:
                     problem = problem or found
                     if problem and plan.stop_at_first:
                         break
+                    if not (problem or self._fit) and plan.fit and self._device != "cpu":
+                        # A GPU leaves the processor idle, and a file that got this far will be asked for its limits.
+                        self._fit = self._beside.submit(c500_fit, submission)
         except Stopped:
             # A wrong answer that came first is more telling than what ended the process later.
             if problem is None:
@@ -228,7 +253,7 @@ class _Run:
 
     def _check_fit(self, submission: Submission) -> None:
         self._say("lowering the contest's cases")
-        fit = c500_fit(submission)
+        fit = self._fit.result() if self._fit else c500_fit(submission)
         self._report.fit = list(fit.lines)
         self._report.not_measured += fit.unknown
         if fit.problems and self._report.profile == "contest":

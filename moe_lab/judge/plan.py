@@ -1,7 +1,8 @@
 """Which calls the judge makes: structural cases, values, poisons, and what changes from one call to the next.
 
 Sizes are small, so that TileLang's CPU kernels finish in seconds, and a case only permutes its group sizes, so that a
-kernel specialised on shapes is compiled once for all its calls.
+kernel specialised on shapes is compiled once for all its calls. Cases of one H and I have one E, so that a kernel
+specialised on the weights alone is compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from moe_lab.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
-from moe_lab.inputs import Inputs, TokenPoison, Values, group_sizes, make_inputs
+from moe_lab.inputs import Inputs, TokenPoison, Values, draw_tokens, group_sizes, make_inputs
 from moe_lab.judge.process import Limits
 
 #: What a call changes compared with the call before it, at the same addresses.
@@ -30,6 +31,11 @@ Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
 #: Timed calls of a contest case.
 _ROUNDS = 25
+#: A file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each.
+_GPU_FIRST_CALL_S = 300.0
+#: Group sizes of the calls that look for state, and of the variants: one expert empty, one an exact multiple of 128,
+#: which is what the padding rules disagree on, and partly filled blocks.
+STATE_SIZES = (128, 0, 129, 5, 20)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Group:
         variant: reading of the contract.
         sparse: weights of experts without rows are zeros in memory that is never touched, which makes the contest's
             full H, I and E affordable on a CPU.
-        on_device: weights are drawn on the device; the contest's are gigabytes.
+        on_device: tokens and weights are drawn on the device; the contest's are gigabytes.
         timed_rounds: timed calls beside the baseline once every call was right; 0 for none.
     """
 
@@ -138,7 +144,10 @@ def default_plan(seed: int, device: str) -> Plan:
     on_cpu = device == "cpu"
     # Nothing races on a CPU; on a GPU a race may show in one call of many.
     state = state_group(rng, repeats=3 if on_cpu else 20)
-    return Plan(groups=(*structural_groups(rng), state, *contest_groups(rng, full=not on_cpu)))
+    return Plan(
+        groups=(*structural_groups(rng), state, *contest_groups(rng, full=not on_cpu)),
+        limits=Limits() if on_cpu else Limits(first_call_s=_GPU_FIRST_CALL_S),
+    )
 
 
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
@@ -158,10 +167,10 @@ def structural_groups(rng: random.Random) -> tuple[Group, ...]:
             values=["mixed", "normal", "tiny"], garbage="large",
         ),
         _group(
-            rng, "one token in all", 256, 256, [(0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 0)],
+            rng, "one token in all", 256, 256, [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1), (1, 0, 0, 0, 0)],
             values=["normal", "tiny", "large"], garbage="nan",
         ),
-        _group(rng, "142 rows an expert", 256, 256, [_around_142(rng, 3)], values=["normal"], garbage="noise"),
+        _group(rng, "142 rows an expert", 256, 256, [_around_142(rng)], values=["normal"], garbage="noise"),
     ]  # fmt: skip
     first, rest = groups[0], groups[1:]
     rng.shuffle(rest)
@@ -175,7 +184,6 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
     part of its input is caught; the same input comes ``repeats`` times at least. The number of calls exceeds the
     contest's warm-up and is not known beforehand.
     """
-    base = [0, 3, 129, 20]
     changes: list[Change] = [
         "everything", "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing",
     ]  # fmt: skip
@@ -183,7 +191,7 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
     rng.shuffle(order)
     order += rng.choices(changes, k=rng.randint(6, 12))
     fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
-    calls = [Call(tuple(base), rng.getrandbits(31))]
+    calls = [Call(STATE_SIZES, rng.getrandbits(31))]
     for change in order:
         sizes = list(calls[-1].sizes)
         if change in ("routing", "everything"):
@@ -209,7 +217,7 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
 
     Args:
         rng: draws sizes and seeds.
-        full: all N rows, with weights drawn on the device; otherwise one block of rows, for a CPU.
+        full: all N rows, drawn on the device; otherwise one block of rows, for a CPU.
     """
     groups = []
     for case in CASES.values():
@@ -282,13 +290,15 @@ def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
         return make_inputs(
             case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
         )
-    # Everything but the weights comes from the trusted generator; theirs would take minutes at this size.
+    # What is left comes from the trusted generator; tokens and weights would take it minutes at this size.
     thin = make_inputs(
-        replace(case, intermediate=1), call.sizes, variant=group.variant, values=call.values,
-        token_poison=call.token_poison, seed=call.seed, device=device,
-    )  # fmt: skip
+        replace(case, hidden=1, intermediate=1), call.sizes, variant=group.variant, seed=call.seed, device=device
+    )
     generator = torch.Generator(device=device).manual_seed(call.seed)
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
+    tokens = draw_tokens(
+        thin.layout, hidden, call.values, call.token_poison, generator, padded=group.variant.storage == "padded"
+    )
 
     def weights(rows: int, columns: int) -> torch.Tensor:
         if group.sparse:
@@ -302,9 +312,10 @@ def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
                 made[expert] = drawn.mul_(columns**-0.5)
         return made
 
+    # Nothing of a group of this size is a variant: out is filled for each call.
     return replace(
-        thin, case=case, gate_w=weights(intermediate, hidden), up_w=weights(intermediate, hidden),
-        down_w=weights(hidden, intermediate),
+        thin, case=case, stacked_expert_tokens=tokens, gate_w=weights(intermediate, hidden),
+        up_w=weights(intermediate, hidden), down_w=weights(hidden, intermediate), out=torch.zeros_like(tokens),
     )  # fmt: skip
 
 
@@ -342,7 +353,9 @@ def _group(
     return Group(name, hidden, intermediate, tuple(calls), garbage)
 
 
-def _around_142(rng: random.Random, experts: int) -> tuple[int, ...]:
-    """Group sizes like the contest's, 142 rows an expert on average."""
-    sizes = [142 + rng.randint(-13, 40) for _ in range(experts - 1)]
-    return (*sizes, 142 * experts - sum(sizes))
+def _around_142(rng: random.Random) -> tuple[int, ...]:
+    """Group sizes like the contest's: 142 rows an expert on average, one or two blocks each."""
+    near, far = rng.randint(1, 12), rng.randint(15, 40)
+    sizes = [142 - far, 142 + far, 142 - near, 142 + near, 142]
+    rng.shuffle(sizes)
+    return tuple(sizes)

@@ -154,6 +154,10 @@ class Worker:
             self._channel.send(message)
         return self._answer(timeout_s)
 
+    def interrupt(self) -> None:
+        """End the process at once, from any thread; whoever waits for its answer sees that it has ended."""
+        self._process.kill()
+
     def strangers(self) -> list[str]:
         """Names of the processes that the worker has started and that still run."""
         try:

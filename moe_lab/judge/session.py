@@ -15,7 +15,7 @@ import torch
 from moe_lab.contract import ARGUMENTS
 from moe_lab.errors import BackendError
 from moe_lab.inputs import Inputs
-from moe_lab.judge.arena import Arena, Edit, private_folder
+from moe_lab.judge.arena import Arena, Edit, MappedArena, WindowArena, map_file, pin, private_folder, unpin
 from moe_lab.judge.channel import Message
 from moe_lab.judge.compare import Comparison, compare
 from moe_lab.judge.plan import Call, Group, call_inputs, fill_out
@@ -25,6 +25,11 @@ from moe_lab.reference import fused_truth
 from moe_lab.submission import Submission
 
 Progress = Callable[[str], None]
+
+#: Room through which the bytes of a GPU's memory pass, a few hundred times for the contest's largest case.
+_WINDOW_BYTES = 32 << 20
+#: Room on the device beside the arguments: what a comparison holds at a time, workspaces, the compiled kernels.
+_DEVICE_SPARE_BYTES = 3 << 30
 
 
 class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of the judge
@@ -117,9 +122,17 @@ class Session:
             Stopped: if loading fails.
             BackendError: if the worker itself does not start.
         """
-        self._folder = private_folder(max((group.size_bytes for group in self._groups), default=0) + (64 << 20))
+        mapped = [group.size_bytes for group in self._groups if not self._windowed(group)]
+        self._folder = private_folder(max(mapped, default=0) + _WINDOW_BYTES)
         self._worker: Worker | None = None
+        self._window: torch.Tensor | None = None
+        self._pinned = False
         try:
+            if len(mapped) < len(self._groups):
+                with (self._folder / "window").open("wb") as file:
+                    file.truncate(_WINDOW_BYTES)
+                self._window = map_file(self._folder / "window")
+                self._pinned = self._device != "cpu" and pin(self._window)
             source = self._folder / "submission.py"
             self._submission.save(source)
             (self._folder / "cwd").mkdir()
@@ -139,6 +152,8 @@ class Session:
             self._worker.kill()
             self.strangers += self._worker.survivors
             self.log = self._worker.log
+        if self._pinned and self._window is not None:
+            unpin(self._window)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def calls(self, group: Group) -> Iterator[Made]:
@@ -150,6 +165,7 @@ class Session:
         arenas: dict[int, tuple[int, Arena]] = {}
         before: Made | None = None
         tensors: dict[str, torch.Tensor] = {}
+        self._check_room(group)
         try:
             for number, call in enumerate(group.calls):
                 self._doing = f"{group.name}: call {number + 1} of {len(group.calls)}"
@@ -168,9 +184,9 @@ class Session:
                 )
                 self.computed |= set(answer["computed"])
                 truth = _truth(inputs)
-                out = arena.out.to(truth.device, copy=True)
+                out, edits = arena.read()
                 before = Made(
-                    number, call, inputs, out_before, out, truth, compare(inputs, out, truth), arena.edits(),
+                    number, call, inputs, out_before, out, truth, compare(inputs, out, truth), edits,
                     answer["returned"], answer["seconds"], answer["launches"], self._threads,
                     answer["threads"],
                 )  # fmt: skip
@@ -179,9 +195,26 @@ class Session:
                 self._time(group, before, tensors, arena, identity)
         finally:
             for _, arena in arenas.values():
-                arena.path.unlink(missing_ok=True)
+                arena.close()
         for identity, _ in arenas.values():
             self._request({"event": "close", "arena": identity}, self._limits.call_s)
+
+    def compile(self, tensors: list[tuple[tuple[int, ...], str, list[int] | None]], *, baseline: bool) -> None:
+        """Run the host code without a launch, for the sake of what it compiles.
+
+        Args:
+            tensors: shape, dtype and, of the index arrays, values of each argument.
+            baseline: of the baseline instead of the submission.
+
+        Raises:
+            Stopped: if that ends the worker or takes too long.
+        """
+        self._request({"event": "compile", "tensors": tensors, "baseline": baseline}, self._limits.first_call_s)
+
+    def interrupt(self) -> None:
+        """End the worker, from any thread; whatever was asked of it ends with :class:`Stopped` or a BackendError."""
+        if self._worker is not None:
+            self._worker.interrupt()
 
     def _time(
         self, group: Group, last: Made, tensors: dict[str, torch.Tensor], arena: Arena, identity: int
@@ -195,8 +228,8 @@ class Session:
             {"event": "time", "arena": identity, "rounds": group.timed_rounds}, self._limits.first_call_s
         )
         wall_ms = 1e3 * (time.monotonic() - start)
-        out = arena.out.to(last.truth.device, copy=True)
-        if not compare(last.inputs, out, last.truth).passed or arena.edits():
+        out, edits = arena.read()
+        if edits or not compare(last.inputs, out, last.truth).passed:
             raise Stopped(
                 Verdict.WRONG_ANSWER, f"{group.name}: right when called alone, wrong when timed calls follow each other"
             )
@@ -207,14 +240,42 @@ class Session:
             )
         self.times_ms[group.name] = (answer["candidate"], answer["baseline"])
 
+    def _windowed(self, group: Group) -> bool:
+        """Whether the worker has the arguments of a group to itself."""
+        return self._device != "cpu" or group.on_device
+
+    def _check_room(self, group: Group) -> None:
+        """A GPU holds the arguments three times: the judge's of this call and of the last, and the worker's."""
+        if self._device == "cpu" or not group.on_device:
+            return
+        free, _ = torch.cuda.mem_get_info()
+        needed = 3 * group.size_bytes + _DEVICE_SPARE_BYTES
+        if free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < needed:
+            raise BackendError(
+                f"{group.name}: got {free / 2**30:.1f} GiB of free memory on the device, expected at least "
+                f"{needed / 2**30:.1f} GiB, which its full size takes: end what else uses the device, or judge on a "
+                "larger one"
+            )
+
     def _open(self, group: Group, tensors: dict[str, torch.Tensor], inputs: Inputs) -> tuple[int, Arena]:
         self._opened += 1
-        experts = None
-        if group.sparse:
-            experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size]
-        arena = Arena(tensors, self._folder / f"{self._opened}.arena", experts)
-        self._request({"event": "open", "arena": self._opened, **arena.describe()}, self._limits.call_s)
-        return self._opened, arena
+        identity = self._opened
+        arena: Arena
+        if self._windowed(group):
+            assert self._window is not None
+
+            def move(direction: str, start: int, size: int) -> None:
+                message = {"event": "move", "arena": identity, "direction": direction, "start": start, "size": size}
+                self._request(message, self._limits.call_s)
+
+            arena = WindowArena(tensors, self._window, move)
+        else:
+            experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size] if group.sparse else None
+            arena = MappedArena(tensors, self._folder / f"{identity}.arena", experts)
+        opened = self._request({"event": "open", "arena": identity, **arena.describe()}, self._limits.call_s)
+        if opened["event"] == "failed":
+            raise BackendError(f"{group.name}: got no room for its arguments on the device: {opened['message']}")
+        return identity, arena
 
     def _tick(self, seconds: float) -> None:
         self._say(f"{self._doing} ({seconds:.0f} s)")
@@ -224,11 +285,12 @@ class Session:
         self._say(self._doing)
         limits = self._limits
         # Sparse files count with their full length as address space.
-        mapped = 2 * max((group.mapped_bytes for group in self._groups), default=0)
+        mapped = 2 * max((group.mapped_bytes for group in self._groups), default=0) + _WINDOW_BYTES
         start = {
             "event": "start",
             "memory_bytes": limits.memory_bytes + mapped,
             "file_bytes": limits.file_bytes,
+            "window": None if self._window is None else str(self._folder / "window"),
             # A file that never names TileLang does not wait for its import.
             "tilelang": "tilelang" in self._submission.source,
         }
@@ -256,8 +318,7 @@ class Session:
             raise _ended(end, self._doing, self._limits) from None
         if answer["event"] == "error":
             verdict, sentence = _raised(answer)
-            # A GPU's context does not survive a fault in a kernel, and which exceptions are faults is hard to tell.
-            raise Stopped(verdict, sentence, alive=answer["phase"] == "call" and self._device == "cpu")
+            raise Stopped(verdict, sentence, alive=answer["alive"])
         return answer
 
 

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 from moe_lab.contract import VARIANTS
 from moe_lab.judge import diagnose
-from moe_lab.judge.plan import Call, Garbage, Group
+from moe_lab.judge.plan import STATE_SIZES, Call, Garbage, Group
 from moe_lab.judge.process import Limits
 from moe_lab.judge.session import Made, Progress, Session, Stopped
 from moe_lab.judge.verdict import VariantReport
 from moe_lab.submission import Submission
 
-#: One expert empty, one an exact multiple of 128 (what the padding rules disagree on), and a partly filled block.
-_SIZES = (128, 0, 129, 5)
 #: Sizes that the contest does not use, to say how far the file reaches.
 _OTHER_SHAPES = ((192, 320), (136, 200))
 
@@ -29,10 +27,10 @@ def variant_groups(seed: int) -> dict[str, Group]:
     groups = {}
     for name, variant in VARIANTS.items():
         garbage: Garbage = "nan" if variant.workspace_fill == "garbage" else "untouched"
-        groups[name] = Group(name, 256, 256, (Call(_SIZES, rng.getrandbits(31)),), garbage, variant)
+        groups[name] = Group(name, 256, 256, (Call(STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
     for hidden, intermediate in _OTHER_SHAPES:
         name = f"hidden {hidden}, intermediate {intermediate}"
-        groups[name] = Group(name, hidden, intermediate, (Call(_SIZES, rng.getrandbits(31)),))
+        groups[name] = Group(name, hidden, intermediate, (Call(STATE_SIZES, rng.getrandbits(31)),))
     return groups
 
 

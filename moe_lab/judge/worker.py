@@ -1,7 +1,7 @@
 """The process that loads and calls a submission. It holds the inputs of a call and never the truth.
 
 Started by :mod:`moe_lab.judge.process` as ``python -m moe_lab.judge.worker FD``. Nothing it says can turn a wrong
-answer into a right one: the judge reads ``out`` and the inputs from the shared memory itself.
+answer into a right one: the judge compares the bytes of ``out`` and of the inputs itself.
 """
 
 from __future__ import annotations
@@ -103,8 +103,15 @@ class _TorchCompute:
         class Watch(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
-                if isinstance(result, torch.Tensor) and result.is_floating_point():
-                    compute._saw(func._schema.name.partition("::")[2].rstrip("_"), result.numel(), func.tags)
+                # Attention and operations on lists of tensors return several.
+                made = [
+                    item
+                    for item in (result if isinstance(result, (tuple, list)) else [result])
+                    if isinstance(item, torch.Tensor) and item.is_floating_point()
+                ]
+                if made:
+                    elements = sum(item.numel() for item in made)
+                    compute._saw(func._schema.name.partition("::")[2].rstrip("_"), elements, func.tags)
                 return result
 
         with Watch():
@@ -132,17 +139,20 @@ class _TorchCompute:
 #: Operations of torch that multiply matrices, and those that are called pointwise and compute nothing.
 PRODUCTS = frozenset({
     "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addr", "linear", "convolution",
-    "_addmm_activation", "_scaled_mm", "_int_mm", "_cdist_forward", "_trilinear",
-    "_scaled_dot_product_flash_attention_for_cpu",
+    "_addmm_activation", "_scaled_mm", "_int_mm", "_cdist_forward", "_trilinear", "_grouped_mm", "_scaled_grouped_mm",
+    "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
+    "_efficient_attention_forward",
 })  # fmt: skip
 MOVES = frozenset({"copy", "_to_copy", "fill", "zero", "clone", "where", "masked_fill", "lift_fresh", "detach"})
 
 
 class _Launches:
-    """Counts kernel launches, so that an answer without a launch shows."""
+    """Counts kernel launches, so that an answer without a launch shows; or leaves them out."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.left_out = False
 
     def install(self) -> None:
         from tilelang.jit import JITKernel
@@ -151,40 +161,23 @@ class _Launches:
 
         def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            return original(kernel, *args, **kwargs)
+            return None if self.left_out else original(kernel, *args, **kwargs)
 
         JITKernel.__call__ = counted
 
 
 class _Arena:
-    """The worker's side of one shared memory file; on a GPU its bytes have a twin in device memory."""
+    """The worker's side of the arguments: a file that the judge maps too, or memory of its own."""
 
-    def __init__(self, path: str, regions: list[list[Any]], device: str) -> None:
+    def __init__(self, path: str | None, size_bytes: int, regions: list[list[Any]], device: str) -> None:
         import torch
 
         from moe_lab.judge.arena import Region, map_file, view
 
-        self._host = map_file(path)
-        self._device = device
-        self._buffer = self._host if device == "cpu" else torch.empty_like(self._host, device=device)
+        self.buffer = map_file(path) if path else torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.tensors = [
-            view(self._buffer, Region(name, start, tuple(shape), dtype)) for name, start, shape, dtype in regions
+            view(self.buffer, Region(name, start, tuple(shape), dtype)) for name, start, shape, dtype in regions
         ]
-
-    def fetch(self) -> None:
-        if self._device != "cpu":
-            self._buffer.copy_(self._host)
-            self._synchronize()
-
-    def give_back(self) -> None:
-        if self._device != "cpu":
-            self._synchronize()
-            self._host.copy_(self._buffer)
-
-    def _synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
 
 
 class _Session:
@@ -207,7 +200,9 @@ class _Session:
             "load": self._load,
             "open": self._open,
             "close": self._close,
+            "move": self._move,
             "call": self._call,
+            "compile": self._compile,
             "time": self._time,
         }
         while True:
@@ -219,8 +214,9 @@ class _Session:
                     stream.flush()
             self._channel.send(answer)
 
-    def _start(self, memory_bytes: int, file_bytes: int, tilelang: bool) -> Message:
+    def _start(self, memory_bytes: int, file_bytes: int, tilelang: bool, window: str | None) -> Message:
         from moe_lab import backend
+        from moe_lab.judge.arena import map_file, pin
 
         self._device = backend.detect().torch_device
         self._garbage.install()
@@ -231,6 +227,10 @@ class _Session:
             except MoeLabError as error:
                 return {"event": "failed", "message": str(error)}
             self._launches.install()
+        if window:
+            self._window = map_file(window)
+            if self._device != "cpu":
+                pin(self._window)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         if self._device == "cpu":
@@ -256,8 +256,11 @@ class _Session:
             return self._error(error, "load")
         return {"event": "loaded", "threads": self._threads}
 
-    def _open(self, arena: int, path: str, regions: list[list[Any]]) -> Message:
-        self._arenas[arena] = _Arena(path, regions, self._device)
+    def _open(self, arena: int, path: str | None, size_bytes: int, regions: list[list[Any]]) -> Message:
+        try:
+            self._arenas[arena] = _Arena(path, size_bytes, regions, self._device)
+        except RuntimeError as error:
+            return {"event": "failed", "message": _first_line(error)}
         return {"event": "opened"}
 
     def _close(self, arena: int) -> Message:
@@ -268,10 +271,25 @@ class _Session:
             torch.cuda.empty_cache()
         return {"event": "closed"}
 
+    def _move(self, arena: int, direction: str, start: int, size: int) -> Message:
+        """Copy the first bytes of the window to an arena ("put"), or some of the arena to the window ("get")."""
+        part, window = self._arenas[arena].buffer[start : start + size], self._window[:size]
+        try:
+            (part if direction == "put" else window).copy_(window if direction == "put" else part)
+        except RuntimeError as error:
+            # A GPU reports a fault in a kernel at whatever comes after it.
+            return self._error(error, "call")
+        return {"event": "moved"}
+
+    def _synchronize(self) -> None:
+        if self._device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
+
     def _call(self, arena: int, garbage: str, seed: int) -> Message:
         assert self._entry is not None
         memory = self._arenas[arena]
-        memory.fetch()
         self._garbage.kind, self._garbage.seed = garbage, seed
         launches, start = self._launches.count, time.perf_counter()
         # A fresh tensor object for each argument and call: an object that was seen before means nothing.
@@ -280,7 +298,7 @@ class _Session:
         try:
             with self._compute.watching() if self._sandboxed else contextlib.nullcontext():
                 returned = self._entry(*fresh)
-            memory.give_back()
+            self._synchronize()
         except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
             return self._error(error, "call")
         finally:
@@ -294,6 +312,31 @@ class _Session:
             "threads": threading.active_count(),
         }
 
+    def _compile(self, tensors: list[list[Any]], baseline: bool) -> Message:
+        """Call run_kernel without launching anything, so that what it compiles is in TileLang's cache.
+
+        Args:
+            tensors: shape, dtype and values of each argument; no values for one that host code has no use for.
+            baseline: whether the baseline is meant and not the submission.
+        """
+        import torch
+
+        from moe_lab.steps import step
+
+        entry = step("s0_baseline").load() if baseline else self._entry
+        assert entry is not None
+        self._launches.left_out = True
+        # Without a launch the host code may stumble over its own answers; only calls say anything about a file.
+        with contextlib.suppress(Exception):
+            entry(*(
+                torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) if values is None
+                else torch.tensor(values, dtype=getattr(torch, dtype), device=self._device).view(shape)
+                for shape, dtype, values in tensors
+            ))  # fmt: skip
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+        return {"event": "compiled"}
+
     def _time(self, arena: int, rounds: int) -> Message:
         import torch
 
@@ -302,9 +345,7 @@ class _Session:
 
         entry = self._entry
         assert entry is not None
-        memory = self._arenas[arena]
-        memory.fetch()
-        *inputs, out = memory.tensors
+        *inputs, out = self._arenas[arena].tensors
         baseline = step("s0_baseline").load()
         other_out = torch.zeros_like(out)
         try:
@@ -312,7 +353,7 @@ class _Session:
                 {"candidate": lambda _: entry(*inputs, out), "baseline": lambda _: baseline(*inputs, other_out)},
                 rounds=rounds,
             )
-            memory.give_back()
+            self._synchronize()
         except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
             return self._error(error, "call")
         return {"event": "timed", **{name: list(timing.times_ms) for name, timing in timings.items()}}
@@ -339,7 +380,20 @@ class _Session:
             "line": own[-1].lineno if own else getattr(error, "lineno", None),
             "function": own[-1].name if own else None,
             "rule_id": getattr(error, "rule_id", None),
+            "alive": phase == "call" and self._answers(),
         }
+
+    def _answers(self) -> bool:
+        """Whether another call can be made: a GPU's context does not survive a fault in a kernel."""
+        try:
+            self._synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:_MESSAGE_CHARS]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from moe_lab.contract import ARGUMENTS, Case
 from moe_lab.inputs import make_inputs
-from moe_lab.judge.arena import Arena, private_folder, view
+from moe_lab.judge.arena import MappedArena, WindowArena, private_folder, view
 from moe_lab.judge.channel import Channel, ChannelClosedError, ForgedFrameError
 from moe_lab.judge.process import _Log
 
@@ -91,10 +91,10 @@ def test_endless_output_keeps_its_beginning_and_end() -> None:
     assert "\x1b" not in text
 
 
-def arena_of(tmp_path: Path, experts: list[int] | None = None) -> tuple[Arena, dict[str, torch.Tensor]]:
+def arena_of(tmp_path: Path, experts: list[int] | None = None) -> tuple[MappedArena, dict[str, torch.Tensor]]:
     inputs = make_inputs(Case("small", 3, 64, 32, 5), (2, 0, 3), seed=1)
     tensors = dict(zip((argument.name for argument in ARGUMENTS), inputs.args, strict=True))
-    arena = Arena(tensors, tmp_path / "arena", experts)
+    arena = MappedArena(tensors, tmp_path / "arena", experts)
     arena.write(tensors)
     return arena, tensors
 
@@ -151,6 +151,60 @@ def test_a_block_too_far_lands_in_the_guard(tmp_path: Path) -> None:
     arena._buffer[out.stop : out.stop + block] = 0
     arena._buffer[out.start - block : out.start] = 0
     assert {edit.where for edit in arena.edits()} == {"before out", "after out"}
+
+
+class Elsewhere:
+    """Memory of another process behind a window that divides nothing evenly."""
+
+    def __init__(self) -> None:
+        self.window = torch.zeros(10_007, dtype=torch.uint8)
+        inputs = make_inputs(Case("small", 3, 64, 32, 5), (2, 0, 3), seed=1)
+        self.tensors = dict(zip((argument.name for argument in ARGUMENTS), inputs.args, strict=True))
+        self.arena = WindowArena(self.tensors, self.window, self.move)
+        self.memory = torch.zeros(self.arena.size_bytes, dtype=torch.uint8)
+        self.arena.write(self.tensors)
+        self.window.zero_()
+
+    def move(self, direction: str, start: int, size: int) -> None:
+        part, window = self.memory[start : start + size], self.window[:size]
+        (part if direction == "put" else window).copy_(window if direction == "put" else part)
+
+    def there(self, name: str) -> torch.Tensor:
+        return view(self.memory, next(region for region in self.arena._regions if region.name == name))
+
+
+def test_a_window_carries_every_byte_there_and_back() -> None:
+    other = Elsewhere()
+    for name, tensor in other.tensors.items():
+        assert torch.equal(other.there(name).nan_to_num(), tensor.nan_to_num()), name
+    answer = torch.randn(other.there("out").shape).half()
+    other.there("out").copy_(answer)
+    out, edits = other.arena.read()
+    assert torch.equal(out, answer)
+    assert edits == []
+
+
+@pytest.mark.parametrize("name", [argument.name for argument in ARGUMENTS[:-1]])
+def test_every_input_behind_a_window_is_watched(name: str) -> None:
+    other = Elsewhere()
+    there = other.there(name).flatten()
+    last = there.numel() - 1
+    changed = [0, last] if last > 6_000 else [last]
+    for index in changed:
+        there[index] = there[index] + 1 if name != "stacked_expert_tokens" or index == 0 else 1.0
+    _, (edit,) = other.arena.read()
+    assert (edit.where, edit.first) == (name, changed[0])
+    assert edit.count >= len(changed)
+
+
+@pytest.mark.parametrize(("where", "offset", "distance"), [("before out", -6, 4), ("after out", 6, 6)])
+def test_guard_bands_behind_a_window(where: str, offset: int, distance: int) -> None:
+    other = Elsewhere()
+    region = other.arena._regions[-1]
+    start = region.start + offset if offset < 0 else region.stop + offset
+    other.memory[start : start + 2] = 0
+    _, (edit,) = other.arena.read()
+    assert (edit.where, edit.first, edit.count) == (where, distance, 2)
 
 
 def test_folders_of_killed_judges_are_removed() -> None:

@@ -1,0 +1,89 @@
+"""Kernels compiled ahead, by workers that launch nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_lab.contract import VARIANTS
+from moe_lab.judge import judge
+from moe_lab.judge import local as judging
+from moe_lab.judge.ahead import Ahead, processes_for, specs
+from moe_lab.judge.plan import Call, Group, Plan, call_inputs
+from moe_lab.judge.process import Limits
+from moe_lab.steps import step
+from moe_lab.submission import Submission
+
+GROUP = Group("uneven groups", 256, 256, (Call((3, 129, 0), 11),))
+OTHER = Group("one row", 256, 256, (Call((0, 0, 1), 12),))
+LOOP = "def run_kernel(a, b, c, d, e, f, g, h, i, out):\n    while True:\n        pass\n"
+
+
+def kernels(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*/*/kernels/*")}
+
+
+def ahead(submission: Submission, *groups: Group, processes: int = 1) -> Ahead:
+    return Ahead(submission, groups, Limits(), sandboxed=True, device="cpu", processes=processes)
+
+
+@pytest.mark.parametrize("name", [None, *VARIANTS])
+def test_the_arguments_are_those_of_the_call(name: str | None) -> None:
+    group = replace(GROUP, variant=VARIANTS[name]) if name else GROUP
+    inputs = call_inputs(group, group.calls[0], None)
+    for (shape, dtype, values), tensor in zip(specs(group), inputs.args, strict=True):
+        assert (shape, f"torch.{dtype}") == (tuple(tensor.shape), str(tensor.dtype))
+        assert values is None or values == tensor.tolist()
+
+
+def test_calls_find_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    same_shapes = replace(GROUP, name="the same shapes", calls=(Call((129, 3, 0), 13),))
+    with ahead(step("s0_baseline"), GROUP, same_shapes, OTHER, processes=2) as compiling:
+        compiling.wait(OTHER, print)
+        compiling.wait(same_shapes, print)
+        compiled = kernels(tmp_path)
+    assert len(compiled) == 2
+    report = judge(step("s0_baseline"), seed=1, plan=Plan((GROUP, OTHER), variants=False, fit=False))
+    assert report.accepted, report.sentence
+    assert kernels(tmp_path) == compiled
+
+
+def test_nothing_is_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that faults on the arguments would end the worker before the second group."""
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    source = step("s0_baseline").source.replace("out[block_start + i,", "out[block_start + (1 << 40) + i,")
+    assert source != step("s0_baseline").source
+    with ahead(Submission(source, "faults.py"), GROUP, OTHER) as compiling:
+        compiling.wait(OTHER, print)
+        assert len(kernels(tmp_path)) == 2
+
+
+def test_a_file_that_never_ends_holds_nobody_up() -> None:
+    with ahead(Submission(LOOP, "loop.py"), GROUP) as compiling:
+        session = compiling._sessions
+        assert not compiling._all[0].done.wait(0.2)
+    assert compiling._all[0].done.is_set()
+    assert not compiling._threads[0].is_alive()
+    assert session[0].strangers == []
+
+
+def test_a_file_that_cannot_be_loaded_holds_nobody_up() -> None:
+    with ahead(Submission("raise ValueError\n", "raises.py"), GROUP, OTHER) as compiling:
+        compiling.wait(GROUP, print)
+        compiling.wait(OTHER, print)
+        assert compiling._threads[0].join(10) is None
+
+
+def test_the_whole_run_with_workers_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "processes_for", lambda device: 1)
+    report = judge(step("s0_baseline"), seed=1, plan=Plan((GROUP, OTHER), variants=False, fit=False))
+    assert report.accepted, report.sentence
+    assert [case.name for case in report.cases] == [GROUP.name, OTHER.name]
+
+
+def test_a_cpu_compiles_in_the_calls() -> None:
+    assert processes_for("cpu") == 0
+    with ahead(step("s0_baseline"), GROUP, processes=0) as compiling:
+        compiling.wait(GROUP, print)
+    assert compiling._all == ()
