@@ -32,7 +32,7 @@ Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 #: Timed calls of a contest case.
 _ROUNDS = 25
 #: A file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each.
-_GPU_FIRST_CALL_S = 300.0
+_GPU_FIRST_CALL_S = 180.0
 #: Group sizes of the calls that look for state, and of the variants: one expert empty, one an exact multiple of 128,
 #: which is what the padding rules disagree on, and partly filled blocks.
 STATE_SIZES = (128, 0, 129, 5, 20)
