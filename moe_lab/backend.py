@@ -118,6 +118,8 @@ def prepare() -> Backend:
         raise BackendError(f"got no tilelang ({error}), expected it installed: see `moe-lab doctor`") from None
     # When building a kernel fails TileLang prints pages of rewritten source before the error that matters.
     logging.getLogger("tilelang.language.eager.builder").setLevel(logging.CRITICAL + 1)
+    # It also logs every kernel that it finds in memory again, as for a text that is loaded twice.
+    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
     if backend.kind == "cpu":
         from moe_lab import cpu
 

@@ -24,7 +24,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
-import logging
 import os
 import platform
 import re
@@ -204,8 +203,6 @@ def apply() -> None:
     accept_unknown_pass_configs()
     _patch_gemm()
     _patch_jit(flags)
-    # TileLang logs every kernel that it finds in memory again.
-    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
     tilelang.env.TILELANG_DEFAULT_TARGET = "c"
     tilelang.env.TILELANG_DEFAULT_EXECUTION_BACKEND = "cython"
 
