@@ -1,9 +1,9 @@
 """Timing that can be trusted: interleaved, warmed up, medians with an interval, and never across devices.
 
 Candidates take turns, forwards and then backwards, so that clocks and heat reach all of them alike. On a GPU a *cold*
-call finds its inputs in memory and not in the L2 cache: sets of inputs rotate, and a large buffer is overwritten
-before every call, which also keeps the queue full while Python issues the next kernels. A *warm* call follows an
-untimed one on the same inputs. A CPU's caches are not controlled, and the record says so.
+call finds its inputs in memory and not in the L2 cache: sets of inputs rotate, and a large buffer is read before every
+call, which also keeps the queue full while Python issues the next kernels. A *warm* call follows an untimed one on the
+same inputs. A CPU's caches are not controlled, and the record says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_lab.tables import load
 Cache = Literal["cold", "warm", "uncontrolled"]
 Kind = Literal["step", "submission", "peer", "roof"]
 
-#: Bytes overwritten before a cold call at least: several times the largest L2 cache there is.
+#: Bytes read before a cold call at least: several times the largest L2 cache there is.
 _FLUSH_BYTES = 512 * 2**20
 _RESAMPLES = 2000
 
@@ -138,14 +138,15 @@ def _gpu_clock(cache: str) -> Callable[[Callable[[], Any]], Callable[[], float]]
     import torch
 
     size = max(_FLUSH_BYTES, 4 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0))
-    flush = torch.empty(size if cache == "cold" else 0, dtype=torch.uint8, device="cuda")
+    flush = torch.zeros(size // 8 if cache == "cold" else 0, dtype=torch.int64, device="cuda")
 
     def clock(call: Callable[[], Any]) -> Callable[[], float]:
         if cache == "warm":
             call()
-        # The write empties the L2 cache, and while it runs Python gets ahead: the events then enclose the kernels
-        # and not the gaps between them.
-        flush.zero_()
+        # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for the way of
+        # up to 60 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
+        # the kernels and not the gaps between them.
+        flush.sum()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()

@@ -80,9 +80,9 @@ def test_a_peer_says_what_is_missing():
 def test_a_gpu_times_steps_peers_and_roofs_in_turns():
     case = Case("on a GPU", 4, 512, 256, 427)
     said: list[str] = []
-    timed = bench.time_case(case, (1, 0, 300, 126), 0, [find("s0"), find("h1"), find("h5")], 3, said.append)
+    timed = bench.time_case(case, (1, 0, 300, 126), 0, [find("s0"), find("h1"), find("h6")], 3, said.append)
     names = [candidate.name for candidate, _, _ in timed]
-    assert names[:3] == ["s0_baseline", "h1_pipelined", "h5_heights"], said
+    assert names[:3] == ["s0_baseline", "h1_pipelined", "h6_matrix_stores"], said
     assert {"torch loop over experts (fp16)", "torch grouped_mm (bf16)"} <= set(names), said
     assert [candidate.kind for candidate, _, _ in timed][-2:] == ["roof", "roof"]
     for candidate, timing, error in timed:

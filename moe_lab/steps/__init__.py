@@ -70,7 +70,11 @@ STEPS: dict[str, Step] = {
         Step("h2_expert_tiles", "hopper", "tiles of one expert's tokens, listed on the device", "h1_pipelined", "open"),
         Step("h3_swapped", "hopper", "weights on the left: token tiles of any height", "h2_expert_tiles", "open"),
         Step("h4_persistent", "hopper", "one launch that stays, warps told apart by hand", "h3_swapped", "open"),
-        Step("h5_heights", "hopper", "each tile at the height that fits it", "h4_persistent", "open", recommended=True),
+        Step("h5_heights", "hopper", "each tile at the height that fits it", "h4_persistent", "open"),
+        Step(
+            "h6_matrix_stores", "hopper", "one epilogue for all heights, turned by matrix stores", "h5_heights", "open",
+            recommended=True,
+        ),
     )
 }
 
