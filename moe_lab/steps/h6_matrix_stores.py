@@ -1,9 +1,9 @@
 """Step h6: one epilogue for every height, turned by matrix stores.
 
 In h5 each height carries an epilogue of its own, and each thread turns its numbers one by one: two bytes a store. Here
-the products of every height end in the same registers, so the epilogue is compiled once, and a fragment whose layout
-says "tokens by features" goes to shared memory through the instruction that stores 8x8 matrices transposed. Four warps
-then write whole lines of 128 bytes. The epilogue of stage 2 takes half the time, the kernel compiles in half.
+the products of every height end in the same registers, so there is one epilogue, and a fragment whose layout says
+"tokens by features" goes to shared memory through the instruction that stores 8x8 matrices transposed. Four warps then
+write whole lines of 128 bytes.
 
 As in h4, a CPU runs the same tiles in a plain form, at the greatest height: it proves the contract, not this code.
 """
