@@ -228,7 +228,7 @@ def _lower_here(source: str, name: str, target: str, sizes: dict[str, int]) -> l
     known = tvm.transform.PassContext.list_configs()
     lowered: list[LoweredKernel] = []
     with where:
-        asked = _kernels_asked_for(source, sizes, target)
+        asked = _kernels_asked_for(source, sizes, on_gpu=target != "cpu")
     if not asked:
         raise BackendError(f"{name} launches no kernel")
     for func, pass_configs in asked:
@@ -261,7 +261,7 @@ def _accept_vendor_files() -> None:
     language.annotate_layout = annotate_known
 
 
-def _kernels_asked_for(source: str, sizes: dict[str, int], target: str) -> list[tuple[Any, Any]]:
+def _kernels_asked_for(source: str, sizes: dict[str, int], on_gpu: bool) -> list[tuple[Any, Any]]:
     """Run the host code once, and note each kernel at the moment it would be compiled."""
     import torch
 
@@ -291,20 +291,26 @@ def _kernels_asked_for(source: str, sizes: dict[str, int], target: str) -> list[
             module = types.ModuleType("submission")
             module.__file__ = str(path)
             exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-            module.__dict__[ENTRY_POINT](*_shapes_only(sizes))
+            module.__dict__[ENTRY_POINT](*_shapes_only(sizes, on_gpu))
     finally:
         jit.cached = cached
     return asked
 
 
-def _shapes_only(sizes: dict[str, int]) -> list[Any]:
+def _shapes_only(sizes: dict[str, int], on_gpu: bool) -> list[Any]:
     """The ten tensors: large ones without storage; the index arrays are real, for host code that reads them."""
     import torch
+
+    class OnGpu(torch.Tensor):
+        """Says of itself what host code asks that keeps another kernel for a machine with no GPU."""
+
+        is_cuda = True
 
     def make(argument: Any) -> Any:
         device = "cpu" if argument.dtype == "int32" else "meta"
         shape = [sizes[extent] for extent in argument.shape]
-        return torch.zeros(shape, dtype=getattr(torch, argument.dtype), device=device)
+        tensor = torch.zeros(shape, dtype=getattr(torch, argument.dtype), device=device)
+        return tensor.as_subclass(OnGpu) if on_gpu else tensor
 
     return [make(argument) for argument in ARGUMENTS]
 

@@ -68,6 +68,17 @@ def test_many_in_one_child_each_with_its_answer_or_its_error() -> None:
     assert all("\n" not in str(error) for error in (broken_error, deadly_error, idle_error))
 
 
+def test_host_code_is_told_whether_a_gpu_is_meant() -> None:
+    # The persistent steps keep a plain form for a machine with no GPU.
+    by_hand, plain = lower_many([Lowering(step("h6"), SMALL, "sm_90a"), Lowering(step("h6"), SMALL, "cpu")])
+    assert not isinstance(by_hand, BackendError), str(by_hand)
+    assert not isinstance(plain, BackendError), str(plain)
+    assert [(kernel.name, kernel.threads) for kernel in by_hand] == [("moe_forward_kernel", 384)]
+    assert [kernel.name for kernel in plain] == ["plain_forward_kernel"]
+    # Two buffers in stage 1 and two products in stage 2, whatever the number of heights.
+    assert by_hand[0].source.count("ptx_stmatrix_m8n8_x4_trans(") == 4
+
+
 def test_what_cannot_be_lowered_says_so() -> None:
     with pytest.raises(BackendError, match="got target 'sm_1', expected one of sm_80"):
         lower(step("s0"), CASES[1], "sm_1")
