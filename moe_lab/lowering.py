@@ -1,8 +1,9 @@
 """What TileLang makes of a submission for a device that is not here: shared memory, threads, generated code.
 
-A submission's ``run_kernel`` is called in a child process with tensors that have shapes but no storage; the kernels
-it asks for are lowered for the wanted target instead of compiled and run. That takes seconds and no GPU. The host
-code of the submission runs in the child as it is: check a stranger's file against the rules first.
+A submission's ``run_kernel`` is called in a child process with tensors that have shapes but no storage, and say
+``is_cuda`` if the target is a GPU; the kernels it asks for are lowered for the wanted target instead of compiled and
+run. That takes seconds and no GPU. The host code of the submission runs in the child as it is: check a stranger's file
+against the rules first.
 
 ``sm_80`` shows what a kernel needs without a Hopper's special treatment, ``sm_90a`` what an H200 gets. ``gfx90a`` has
 64 lanes in a wave and 64 KiB of shared memory for a block, as the C500 has: the nearest public stand-in for its
@@ -302,7 +303,7 @@ def _shapes_only(sizes: dict[str, int], on_gpu: bool) -> list[Any]:
     import torch
 
     class OnGpu(torch.Tensor):
-        """Says of itself what host code asks that keeps another kernel for a machine with no GPU."""
+        """Host code that keeps another kernel for a machine with no GPU asks ``is_cuda``."""
 
         is_cuda = True
 
