@@ -1,8 +1,8 @@
 """Which calls the judge makes: structural cases, values, poisons, and what changes from one call to the next.
 
 Sizes are small, so that TileLang's CPU kernels finish in seconds, and a case only permutes its group sizes, so that a
-kernel specialised on shapes is compiled once for all its calls. Cases of one H and I have one E, so that a kernel
-specialised on the weights alone is compiled once for all of them.
+kernel specialised on shapes is compiled once for all its calls. On a GPU, whose compilers are slow, cases of one H and
+I have one E, so that a kernel specialised on the weights alone is compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ def default_plan(seed: int, device: str) -> Plan:
     on_cpu = device == "cpu"
     # Nothing races on a CPU; on a GPU a race may show in one call of many.
     state = state_group(rng, repeats=3 if on_cpu else 20)
+    structural = (*structural_groups(rng), contest_rows_group(rng)) if on_cpu else structural_groups(rng)
     return Plan(
-        groups=(*structural_groups(rng), state, *contest_groups(rng, full=not on_cpu)),
+        groups=(*structural, state, *contest_groups(rng, full=not on_cpu)),
         limits=Limits() if on_cpu else Limits(first_call_s=_GPU_FIRST_CALL_S),
     )
 
@@ -162,27 +163,37 @@ def structural_groups(rng: random.Random) -> tuple[Group, ...]:
             rng, "exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)],
             values=["normal", "tiny"], garbage="noise",
         ),
+        # Eleven blocks of one expert, where the contest's average is two.
         _group(
-            rng, "one expert takes all", 256, 256, [(0, 0, 300, 0, 0), (300, 0, 0, 0, 0), (0, 0, 0, 0, 300)],
+            rng, "one expert takes all", 256, 256, [(0, 0, 1300, 0, 0), (1300, 0, 0, 0, 0), (0, 0, 0, 0, 1300)],
             values=["mixed", "normal", "tiny"], garbage="large",
         ),
         _group(
             rng, "one token in all", 256, 256, [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1), (1, 0, 0, 0, 0)],
             values=["normal", "tiny", "large"], garbage="nan",
         ),
-        _group(rng, "142 rows an expert", 256, 256, [_around_142(rng)], values=["normal"], garbage="noise"),
     ]  # fmt: skip
     first, rest = groups[0], groups[1:]
     rng.shuffle(rest)
     return (first, *rest)
 
 
+def contest_rows_group(rng: random.Random) -> Group:
+    """All rows and experts of the contest's largest case in narrow matrices, which a CPU can afford.
+
+    More blocks than a C500 has processors, so that a file that counts on fewer blocks or experts shows.
+    """
+    case = CASES[max(CASES)]
+    sizes = group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))
+    return _group(rng, "142 rows an expert", 256, 256, [sizes], values=["normal"], garbage="noise")
+
+
 def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, repeats: int = 3) -> Group:
     """Many calls with one set of shapes: what a file remembers between calls shows here.
 
     Each kind of change comes at least once, most arguments staying as they were, so that a cache that looks at only
-    part of its input is caught; the same input comes ``repeats`` times at least. The number of calls exceeds the
-    contest's warm-up and is not known beforehand.
+    part of its input is caught (:func:`call_inputs`); the same input comes ``repeats`` times at least. The number of
+    calls exceeds the contest's warm-up and is not known beforehand.
     """
     changes: list[Change] = [
         "everything", "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing",
@@ -249,32 +260,36 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
     """The ten tensors of a call.
 
+    A change of one argument swaps two parts of it and leaves the rest: a cache that looks at a few elements, at a sum
+    or at the extremes does not see it.
+
     Args:
         group: shapes and variant.
         call: what changes.
         before: inputs of the call before; None for the first.
         device: of the tensors of a group that is drawn on the device; others stay on the CPU.
     """
+    if before is not None and call.change == "nothing":
+        return before
+    if before is not None and call.change in ("gate_w", "up_w", "down_w"):
+        # Two rows of one expert, one that has tokens.
+        expert = max(range(len(call.sizes)), key=lambda index: call.sizes[index])
+        weights = getattr(before, call.change).clone()
+        first, second = random.Random(call.seed).sample(range(weights.shape[1]), 2)
+        weights[expert, [first, second]] = weights[expert, [second, first]]
+        return replace(before, **{call.change: weights})
+    if before is not None and call.change == "route weights":
+        return replace(before, routed_expert_weights=_extremes_swapped(before.routed_expert_weights))
+    if before is not None and call.change == "one token":
+        tokens = before.stacked_expert_tokens.clone()
+        row = before.valid_rows[call.seed % before.layout.num_rows]
+        tokens[row] = _extremes_swapped(tokens[row])
+        return replace(before, stacked_expert_tokens=tokens)
     fresh = _fresh_inputs(group, call, device if group.on_device else "cpu")
     if before is None or call.change == "everything":
         return fresh
-    if call.change == "nothing":
-        return before
     if call.change == "weights":
         return replace(before, gate_w=fresh.gate_w, up_w=fresh.up_w, down_w=fresh.down_w)
-    if call.change in ("gate_w", "up_w", "down_w"):
-        # One expert only, one that has rows: a cache that samples a few elements does not see it.
-        expert = max(range(len(call.sizes)), key=lambda index: call.sizes[index])
-        weights = getattr(before, call.change).clone()
-        weights[expert] = getattr(fresh, call.change)[expert]
-        return replace(before, **{call.change: weights})
-    if call.change == "route weights":
-        return replace(before, routed_expert_weights=fresh.routed_expert_weights)
-    if call.change == "one token":
-        tokens = before.stacked_expert_tokens.clone()
-        row = before.valid_rows[call.seed % before.layout.num_rows]
-        tokens[row] = fresh.stacked_expert_tokens[row]
-        return replace(before, stacked_expert_tokens=tokens)
     # Routing: the same raw rows in the same order, cut into groups elsewhere.
     tokens = fresh.stacked_expert_tokens.clone()
     tokens[fresh.valid_rows] = before.stacked_expert_tokens[before.valid_rows]
@@ -282,6 +297,14 @@ def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "
         fresh, stacked_expert_tokens=tokens, gate_w=before.gate_w, up_w=before.up_w, down_w=before.down_w,
         routed_expert_weights=before.routed_expert_weights,
     )  # fmt: skip
+
+
+def _extremes_swapped(values: torch.Tensor) -> torch.Tensor:
+    """A copy in which the largest and the smallest number have changed places."""
+    swapped = values.clone()
+    most, least = values.argmax(), values.argmin()
+    swapped[most], swapped[least] = values[least], values[most]
+    return swapped
 
 
 def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
@@ -351,11 +374,3 @@ def _group(
         for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
     ]
     return Group(name, hidden, intermediate, tuple(calls), garbage)
-
-
-def _around_142(rng: random.Random) -> tuple[int, ...]:
-    """Group sizes like the contest's: 142 rows an expert on average, one or two blocks each."""
-    near, far = rng.randint(1, 12), rng.randint(15, 40)
-    sizes = [142 - far, 142 + far, 142 - near, 142 + near, 142]
-    rng.shuffle(sizes)
-    return tuple(sizes)

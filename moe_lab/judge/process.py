@@ -119,7 +119,9 @@ class Worker:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self._folder,
                 env=environment, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
-        ours.sendall(key)
+        # A process that is already gone shows in the answer to the first request.
+        with contextlib.suppress(OSError):
+            ours.sendall(key)
         self._channel = Channel(ours, key, "judge")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ)

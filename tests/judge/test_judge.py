@@ -94,6 +94,9 @@ def test_the_plan_holds_every_structural_case() -> None:
     plan = default_plan(0, "cpu")
     sizes = {size for group in plan.groups for call in group.calls for size in call.sizes}
     assert {0, 1, 127, 128, 129, 256} <= sizes
+    assert max(sizes) > 1024, "more blocks of one expert than a routing like the contest's has"
+    blocks = max(sum(-(-size // 128) for size in call.sizes) for group in plan.groups for call in group.calls)
+    assert blocks > 104, "more blocks than a C500 has processors"
     firsts = {call.sizes[0] == 0 for group in plan.groups for call in group.calls}
     lasts = {call.sizes[-1] == 0 for group in plan.groups for call in group.calls}
     assert firsts == lasts == {True, False}
@@ -126,9 +129,17 @@ def test_the_state_group_changes_every_argument_alone_and_repeats() -> None:
                     if not getattr(inputs, name).equal(getattr(before, name))
                 ]
                 assert differing == [call.change]
+                now, then = (getattr(each, call.change).sort(dim=1).values for each in (inputs, before))
+                assert now.equal(then), "no sum and no extreme shows it"
+            if before is not None and call.change == "route weights":
+                now, then = inputs.routed_expert_weights, before.routed_expert_weights
+                assert int((now != then).sum()) == 2
+                assert now.sort().values.equal(then.sort().values)
             if before is not None and call.change == "one token":
                 changed = (inputs.stacked_expert_tokens != before.stacked_expert_tokens).any(dim=1)
                 changed &= ~inputs.stacked_expert_tokens.isnan().any(dim=1)
+                assert int(changed[inputs.valid_rows].sum()) == 1
+                changed &= (inputs.stacked_expert_tokens != before.stacked_expert_tokens).sum(dim=1) == 2
                 assert int(changed[inputs.valid_rows].sum()) == 1
             before = inputs
 

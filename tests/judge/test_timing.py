@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from moe_lab.judge import judge
+from moe_lab.judge import Verdict, judge
 from moe_lab.judge.local import impossible, timing_report
 from moe_lab.judge.plan import Call, Group, Plan, contest_groups
 from moe_lab.steps import step
+from moe_lab.submission import Submission
 
 
 def test_a_group_drawn_on_the_device_is_timed_beside_the_baseline() -> None:
@@ -21,6 +22,22 @@ def test_a_group_drawn_on_the_device_is_timed_beside_the_baseline() -> None:
     assert row.baseline_ms > 0
     assert report.score is None
     assert any("contest score" in line for line in report.not_measured)
+
+
+def test_a_file_that_replays_once_it_is_timed_is_caught() -> None:
+    baseline = step("s0_baseline").source
+    launch = baseline[baseline.rindex("    kernel(\n") :]
+    replay = (
+        "    calls = KERNELS.setdefault('calls', [0])\n    calls[0] += 1\n"
+        "    if calls[0] > 2:\n        out.copy_(KERNELS['answer'])\n        return\n"
+        f"{launch}    KERNELS['answer'] = out.clone()\n"
+    )
+    group = Group("case 1", 128, 128, (Call((5, 0, 130), 1), Call((130, 5, 0), 2)), on_device=True, timed_rounds=4)
+    plan = Plan((group,), variants=False, fit=False, sandboxed=False)
+    report = judge(Submission(baseline.replace(launch, replay)), profile="open", seed=1, plan=plan)
+    assert report.verdict is Verdict.WRONG_ANSWER, report.sentence
+    assert "call 2" in report.sentence
+    assert "kept" in report.sentence
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
