@@ -6,6 +6,7 @@ neither (``cpu``). torch and TileLang are imported when they are first needed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.metadata
@@ -136,6 +137,7 @@ def _usable_cache_dir() -> None:
             pass
     except OSError as error:
         other = tempfile.mkdtemp(prefix="moe_lab_tilelang_")
+        atexit.register(shutil.rmtree, other, ignore_errors=True)
         warnings.warn(
             f"TileLang's cache folder {folder} cannot be written ({error.strerror}), so compiled kernels are kept in "
             f"{other}: set TILELANG_CACHE_DIR to a folder that can",

@@ -7,9 +7,13 @@ it runs, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import signal
 import sys
 import traceback
+import types
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -30,6 +34,8 @@ ProfileOption = Annotated[Profile, typer.Option("--profile", help="which rules r
 
 #: What a shell reports for a program that Ctrl-C ended.
 _INTERRUPTED = 130
+#: And for one whose output nobody reads any more.
+_READER_GONE = 141
 
 app = typer.Typer(
     name="moe-lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -141,6 +147,8 @@ def judge(
     from rich.console import Console
 
     # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise SubmissionError(f"got {file}, a folder, a device or a pipe, expected a Python file with run_kernel")
     if not os.path.isfile(file):
         raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
     if json_file is not None and not os.path.isdir(json_file.parent):
@@ -158,7 +166,8 @@ def judge(
             head = text.partition(":")[0].partition(" (")[0]
             if not console.is_terminal and head != said:
                 said = head
-                print(text, file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr, flush=True)
 
         progress("starting the judge")
         from moe_lab.judge import Verdict
@@ -169,10 +178,12 @@ def judge(
         except KeyboardInterrupt:
             print("interrupted: no verdict", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None
-    # Said before it is saved: a verdict took a minute, and saving may fail.
-    Console().print(report)
-    if json_file is not None:
-        report.save(json_file)
+    # Said before it is saved, and saved though it cannot be said: a verdict took a minute, and both may fail.
+    try:
+        Console().print(report)
+    finally:
+        if json_file is not None:
+            report.save(json_file)
     code = 0 if report.accepted else 2 if report.verdict is Verdict.JUDGE_ERROR else 1
     raise typer.Exit(code)
 
@@ -283,6 +294,11 @@ def tune(
 
 def main() -> None:
     """Run the command line; whatever fails is one sentence and exit code 2, since 1 says that a file is rejected."""
+    _open_standard_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Not where somebody ignores it on purpose, as nohup does.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     try:
         os.getcwd()
     except OSError as error:
@@ -292,10 +308,11 @@ def main() -> None:
         try:
             app()
         finally:
-            if sys.stdout is not None:  # as with `>&-`
-                sys.stdout.flush()
+            sys.stdout.flush()
     except MoeLabError as error:
         _fail(str(error))
+    except _ReaderGoneError:
+        raise SystemExit(_READER_GONE) from None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         # What could not be written now cannot be written by Python's own exit either.
@@ -307,6 +324,55 @@ def main() -> None:
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
         said = " ".join(str(error).split())[:300]
         _fail(f"the tool itself failed, which says nothing about your files: {type(error).__name__}: {said}{place}")
+
+
+def _open_standard_streams() -> None:
+    """Make the three streams ones that can be written to, whatever the shell and the locale made of them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Closed, as by `>&-`: its number would go to the next file or socket.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        line, encoding = sys.stdout.line_buffering, sys.stdout.encoding
+        sys.stdout = _Output(sys.stdout.detach(), encoding, "backslashreplace", line_buffering=line)
+
+
+class _ReaderGoneError(Exception):
+    """Whoever read the output has read enough, as ``head`` does."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output whose broken pipe the libraries do not turn into exit code 1, which says that a file failed."""
+
+    def write(self, text: str, /) -> int:
+        """Write text."""
+        with self._reader():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        with self._reader():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            raise _ReaderGoneError from None
+
+
+def _end(number: int, frame: types.FrameType | None) -> NoReturn:
+    """End as the signal asks, once every process and file of ours is gone."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -74,6 +74,13 @@ def judge(
         report.verdict, report.sentence = stop.verdict, stop.sentence
     except MoeLabError as error:
         report.verdict, report.sentence = Verdict.JUDGE_ERROR, str(error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        report.verdict = Verdict.JUDGE_ERROR
+        report.sentence = (
+            f"this machine stopped the judge, which says nothing about the file: {where}{error.strerror or error}; "
+            "look at `df` and `ulimit -a`"
+        )
     except Exception as error:  # noqa: BLE001 - whatever breaks in the judge must not look like a verdict
         report.verdict = Verdict.JUDGE_ERROR
         report.sentence = f"the judge itself failed, this says nothing about the file: {type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_lab.errors import MoeLabError
+from moe_lab.errors import BackendError, MoeLabError
 from moe_lab.judge.channel import KEY_BYTES, Channel, ChannelClosedError, Message
 
 _PR_SET_PDEATHSIG = 1
@@ -231,11 +231,14 @@ class _Session:
             self._window = map_file(window)
             if self._device != "cpu":
                 pin(self._window)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-        if self._device == "cpu":
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+        try:
+            _limit(resource.RLIMIT_CORE, 0)
+            _limit(resource.RLIMIT_FSIZE, file_bytes, "of a file (ulimit -f)")
+            if self._device == "cpu":
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                _limit(resource.RLIMIT_AS, used + memory_bytes, "of address space (ulimit -v)")
+        except MoeLabError as error:
+            return {"event": "failed", "message": str(error)}
         return {"event": "started"}
 
     def _load(self, path: str, sandboxed: bool) -> Message:
@@ -390,6 +393,21 @@ class _Session:
         except RuntimeError:
             return False
         return True
+
+
+def _limit(kind: int, amount: int, what: str = "") -> None:
+    """Limit this process and its children.
+
+    Raises:
+        BackendError: where they may use less already, which would be blamed on the submission.
+    """
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY and hard < amount:
+        raise BackendError(
+            f"got a limit of {hard / 2**30:.2f} GiB {what}, expected at least {amount / 2**30:.2f} GiB: raise it "
+            "before the judge starts"
+        )
+    resource.setrlimit(kind, (amount, amount))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,11 +1,13 @@
 """Kernels compiled ahead, by workers that launch nothing."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_lab.contract import VARIANTS
+from moe_lab.errors import BackendError
 from moe_lab.judge import judge
 from moe_lab.judge import local as judging
 from moe_lab.judge.ahead import Ahead, processes_for, specs
@@ -87,3 +89,19 @@ def test_a_cpu_compiles_in_the_calls() -> None:
     with ahead(step("s0_baseline"), GROUP, processes=0) as compiling:
         compiling.wait(GROUP, print)
     assert compiling._all == ()
+
+
+def test_workers_that_have_not_begun_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may be over while a worker is still looking for a folder."""
+    begun, entered = threading.Event(), threading.Event()
+
+    def slow(size_bytes: int) -> Path:
+        begun.set()
+        assert entered.wait(10)
+        raise BackendError("got no file system")
+
+    monkeypatch.setattr("moe_lab.judge.session.private_folder", slow)
+    with ahead(step("s0_baseline"), GROUP) as compiling:
+        assert begun.wait(10)
+        threading.Timer(0.5, entered.set).start()
+    assert compiling._all[0].done.is_set()

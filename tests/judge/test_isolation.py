@@ -19,6 +19,11 @@ from moe_lab.judge.channel import Channel, ChannelClosedError, ForgedFrameError
 from moe_lab.judge.process import _Log
 
 EXPLOITS = Path(__file__).parent.parent / "exploits"
+LOOP = (
+    "def run_kernel(stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weights, group_sizes, group_offsets,\n"
+    "               group_padded_offsets, group_idx_for_bx, out):\n"
+    "    while True:\n        pass\n"
+)
 
 
 def channels(key: bytes = b"k" * 32, other: bytes | None = None) -> tuple[Channel, Channel, socket.socket]:
@@ -261,6 +266,27 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     process.send_signal(signal.SIGINT)
     process.wait(timeout=30)
     assert gone(worker)
+    assert folders_of(process.pid) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "submission.py"
+    path.write_text(LOOP)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_lab", "judge", str(path), "--profile", "open"], stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "call 1" in line:
+            break
+    (worker,) = psutil.Process(process.pid).children()
+    assert folders_of(process.pid)
+    process.send_signal(number)
+    rest = process.stderr.read()
+    assert process.wait(timeout=30) == code
+    assert "Traceback" not in rest
+    assert gone(worker.pid)
     assert folders_of(process.pid) == []
 
 

@@ -1,8 +1,10 @@
 """The judge from outside: broken files, reports, replay, exit codes, and failures of the judge itself."""
 
+import errno
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +252,8 @@ def test_exit_codes_for_usage_and_rejection(tmp_path: Path) -> None:
     assert rejected.stderr.splitlines()[0] == "starting the judge"
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "compile_error"
     assert run_cli(str(path), "--json", str(tmp_path / "no" / "report.json")).returncode == 2
+    os.mkfifo(tmp_path / "pipe")
+    assert "a device or a pipe" in run_cli(str(tmp_path / "pipe")).stderr
     long = tmp_path / ("x" * 300)
     assert run_cli(str(long)).stderr.startswith("moe-lab: got no file")
     for target, says in ((tmp_path, "got a folder"), (long, "File name too long")):
@@ -272,6 +276,58 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments: tuple[str, ...
     assert (done.returncode, done.stderr) == (2, "moe-lab: No space left on device\n")
     closed = run_main(*arguments, preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [("steps",), ("explain",), ("score", "1", "1", "1")])
+def test_a_reader_that_has_read_enough_is_no_rejection(arguments: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run_main(*arguments, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_verdict_needs_no_open_streams_and_no_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "\u2603.py"
+    path.write_text(SIGNATURE + "    raise ValueError('\u2603')\n")
+
+    def close_all() -> None:
+        for number in (0, 1, 2):
+            os.close(number)
+
+    report = tmp_path / "report.json"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = ("judge", str(path), "--profile", "open", "--json", str(report))
+    assert run_main(*arguments, preexec_fn=close_all).returncode == 1
+    assert Report.load(report).verdict is Verdict.RUNTIME_ERROR
+    done = run_main(*arguments, stdout=subprocess.PIPE, env=environment)
+    assert done.returncode == 1
+    assert "\\u2603" in done.stdout
+
+
+@pytest.mark.parametrize(("limit", "says"), [("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")])
+def test_a_limit_of_the_shell_is_not_blamed_on_the_file(limit: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "submission.py"
+    path.write_text(SIGNATURE + "    raise ValueError\n")
+
+    def tighten() -> None:
+        amount = 64 << 20 if limit == "RLIMIT_FSIZE" else 5 << 30
+        resource.setrlimit(getattr(resource, limit), (amount, amount))
+
+    done = run_main("judge", str(path), "--profile", "open", stdout=subprocess.PIPE, preexec_fn=tighten)
+    assert done.returncode == 2
+    assert done.stdout.startswith("judge_error  got a limit of ")
+    assert says in done.stdout
+
+
+def test_a_machine_that_stops_the_judge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/1.arena")
+
+    monkeypatch.setattr(judging, "check_group", full)
+    report = judge(step("s0_baseline"), plan=small_plan())
+    assert report.verdict is Verdict.JUDGE_ERROR
+    assert "says nothing about the file: /dev/shm/1.arena: No space left on device" in report.sentence
 
 
 def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
