@@ -177,6 +177,10 @@ class _Interpreter:
         self.launch: Launch | None = None  # the one being read
         self.nodes: list[Node] = []  # where its next statement goes
         self.pass_configs: dict[str, Any] = {}
+        # Ways out of the function, the loop or the turn at hand that only run time takes, and where they part.
+        self.returned: list[tuple[Any, ast.If | ast.For]] = []
+        self.broken: list[tuple[dict[str, Any], ast.If | ast.For]] = []
+        self.continued: list[tuple[dict[str, Any], ast.If | ast.For]] = []
         self.steps = 0
         self.depth = 0
 
@@ -303,12 +307,20 @@ class _Interpreter:
 
     def once(self, body: Sequence[ast.stmt], scope: _Scope) -> bool:
         """One turn of a loop of the host; False if it ended the loop."""
+        outer, self.continued = self.continued, []
         try:
             self.block(body, scope)
         except _ContinueSignal:
-            return True
+            pass
         except _BreakSignal:
-            return False
+            if not self.continued:
+                return False
+            found, node = self.continued.pop()
+            self.broken.append((scope.vars, node))
+            scope.vars = found
+        finally:
+            continued, self.continued = self.continued, outer
+        self.join(continued, scope)
         return True
 
     def do_if(self, node: ast.If, scope: _Scope) -> None:
@@ -328,51 +340,114 @@ class _Interpreter:
     def either(self, node: ast.If, scope: _Scope) -> None:
         """A host condition that only run time decides: follow both ways, keep what they agree on."""
         before = dict(scope.vars)
-        ways: list[tuple[dict[str, Any], _ReturnSignal | None]] = []
+        going_on, broken, continued = [], [], []
+        returned = []
         for body in (node.body, node.orelse):
             scope.vars = dict(before)
-            returned = None
             try:
                 self.block(body, scope)
+                going_on.append((scope.vars, node))
             except _ReturnSignal as signal:
-                returned = signal
-            ways.append((scope.vars, returned))
-        going_on = [found for found, returned in ways if returned is None]
-        if not going_on:
-            raise _ReturnSignal(self.agreed([returned.value for _, returned in ways if returned is not None], node))
-        names = set().union(*going_on)
-        missing = Unknown(f"line {node.lineno}: `{ast.unparse(node.test)}` is known at run time only")
-        scope.vars = {name: self.agreed([found.get(name, missing) for found in going_on], node) for name in names}
+                returned.append(signal.value)
+            except _BreakSignal:
+                broken.append((scope.vars, node))
+            except _ContinueSignal:
+                continued.append((scope.vars, node))
+        if len(returned) == 2:
+            raise _ReturnSignal(self.agreed(returned, node))
+        self.returned += [(value, node) for value in returned]
+        # The way that goes on furthest is followed; one that ends the turn or the loop waits for where they meet again.
+        if going_on:
+            self.continued += continued
+            self.broken += broken
+            self.follow(going_on, scope)
+        elif continued:
+            self.broken += broken
+            self.follow(continued, scope)
+            raise _ContinueSignal
+        else:
+            self.follow(broken, scope)
+            raise _BreakSignal
 
-    def agreed(self, values: list[Any], node: ast.If) -> Any:
+    def follow(self, ways: Sequence[tuple[dict[str, Any], ast.If | ast.For]], scope: _Scope) -> None:
+        """Go on with what these ways agree on, at least one."""
+        scope.vars = ways[0][0]
+        self.join(ways[1:], scope)
+
+    def join(self, ways: Sequence[tuple[dict[str, Any], ast.If | ast.For]], scope: _Scope) -> None:
+        """Keep what a scope and other ways to the same place agree on."""
+        for found, node in ways:
+            missing = Unknown(f"line {node.lineno}: `{_asked(node)}` is known at run time only")
+            scope.vars = {
+                name: self.agreed([scope.vars.get(name, missing), found.get(name, missing)], node)
+                for name in {**scope.vars, **found}
+            }
+
+    def agreed(self, values: list[Any], node: ast.If | ast.For) -> Any:
         first = values[0]
         if all(value is first or (_plain(value) and _plain(first) and value == first) for value in values):
             return first
-        return Unknown(f"line {node.lineno}: depends on `{ast.unparse(node.test)}`, which is known at run time only")
+        return Unknown(f"line {node.lineno}: depends on `{_asked(node)}`, which is known at run time only")
+
+    def result(self, value: Any) -> Any:
+        """What a function returns, if some of its ways out were only possible."""
+        for other, node in self.returned:
+            # A cache that cannot be read holds what was once built for it.
+            built = [way for way in (value, other) if isinstance(way, (_Kernel, _Function, Tensor))]
+            unread = any(isinstance(way, Unknown) for way in (value, other))
+            value = built[0] if len(built) == 1 and unread else self.agreed([value, other], node)
+        return value
 
     def do_for(self, node: ast.For, scope: _Scope) -> None:
         source = self.value(node.iter, scope)
         if self.launch is not None and not isinstance(source, (list, tuple)):
             self.device_loop(node, source, scope)
             return
-        if isinstance(source, (range, list, tuple, dict, zip, enumerate, reversed, set)):
-            for item in itertools.islice(source, _MOST_STEPS):
-                self.bind(node.target, item, scope, node.lineno)
-                if not self.once(node.body, scope):
-                    return
-            self.block(node.orelse, scope)
-            return
+        outer, self.broken = self.broken, []
+        try:
+            if isinstance(source, (range, list, tuple, dict, zip, enumerate, reversed, set)):
+                self.turns(node, source, scope)
+            else:
+                self.perhaps(node, source, scope)
+        finally:
+            broken, self.broken = self.broken, outer
+        self.join(broken, scope)
+
+    def turns(self, node: ast.For, source: Any, scope: _Scope) -> None:
+        """A loop of the host whose items are known."""
+        for item in itertools.islice(source, _MOST_STEPS):
+            self.bind(node.target, item, scope, node.lineno)
+            if not self.once(node.body, scope):
+                return
+        self.block(node.orelse, scope)
+
+    def perhaps(self, node: ast.For, source: Any, scope: _Scope) -> None:
+        """A loop of the host whose items only run time knows: one turn, which may never come."""
+        before = dict(scope.vars)
         why = source if isinstance(source, Unknown) else Unknown(f"`{ast.unparse(node.iter)}` cannot be read")
         self.bind(node.target, why, scope, node.lineno)
-        self.once(node.body, scope)
+        try:
+            self.once(node.body, scope)
+        except _ReturnSignal as signal:
+            self.returned.append((signal.value, node))
+            scope.vars = before
+            return
+        # A name that only the loop binds is used by nobody whose loop has no turn.
+        fresh = {name: value for name, value in scope.vars.items() if name not in before}
+        self.join([({**before, **fresh}, node)], scope)
 
     def do_while(self, node: ast.While, scope: _Scope) -> None:
         if self.launch is None:
-            test = self.value(node.test, scope)
-            if isinstance(test, Unknown):
-                raise self.lost(node, f"`while {ast.unparse(node.test)}` depends on a value of run time")
-            while test and not isinstance(test, Unknown) and self.once(node.body, scope):
+            outer, self.broken = self.broken, []
+            try:
                 test = self.value(node.test, scope)
+                if isinstance(test, Unknown):
+                    raise self.lost(node, f"`while {ast.unparse(node.test)}` depends on a value of run time")
+                while test and not isinstance(test, Unknown) and self.once(node.body, scope):
+                    test = self.value(node.test, scope)
+            finally:
+                broken, self.broken = self.broken, outer
+            self.join(broken, scope)
             return
         trips = Unknown(f"line {node.lineno}: `while {ast.unparse(node.test)}` ends at run time")
         loop = Loop(node.lineno, trips, None, "", [])
@@ -957,11 +1032,14 @@ class _Interpreter:
             scope.vars[node.args.kwarg.arg] = {key: value for key, value in kwargs.items() if key not in extra}
         if isinstance(node, ast.Lambda):
             return self.value(node.body, scope)
+        outer, self.returned = self.returned, []
         try:
             self.block(node.body, scope)
+            return self.result(None)
         except _ReturnSignal as signal:
-            return signal.value
-        return None
+            return self.result(signal.value)
+        finally:
+            self.returned = outer
 
     def call_kernel(self, kernel: _Kernel, args: list[Any]) -> Any:
         function = kernel.func[0] if isinstance(kernel.func, (tuple, list)) and kernel.func else kernel.func
@@ -983,6 +1061,11 @@ class _Interpreter:
 #: Tile operators that are statements; any other call inside a launch is an expression or a hint.
 _TILE_CALLS = {"transpose", "im2col", "c2d_im2col", "view", "reshape", "ptx_mma", "store",
                "mma", "print"}  # fmt: skip
+
+
+def _asked(node: ast.If | ast.For) -> str:
+    """What decides at run time."""
+    return ast.unparse(node.test if isinstance(node, ast.If) else node.iter)
 
 
 def _plain(value: Any) -> bool:

@@ -43,8 +43,9 @@ def test_what_is_meant_for_the_contest_lowers(name: str, python: Path) -> None:
     assert answer.version.partition("+")[0] == "0.1.10"
     for (_, target), result in answer.lowered.items():
         if target == "sm_80":
-            # At most the 64 KiB of a C500 block, in whole waves.
-            assert all(0 < kernel.shared_bytes <= 65536 and kernel.threads % 64 == 0 for kernel in result)
+            # At most the 64 KiB of a C500 block, in whole waves; a launch that only moves rows may need none.
+            assert all(kernel.shared_bytes <= 65536 and kernel.threads % 64 == 0 for kernel in result)
+            assert any(kernel.shared_bytes for kernel in result)
 
 
 @pytest.mark.compat
