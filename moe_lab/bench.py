@@ -30,7 +30,7 @@ from moe_lab.roofline import work
 from moe_lab.routings import routing as recorded_routing
 from moe_lab.steps import STEPS, Step, find
 from moe_lab.submission import Submission
-from moe_lab.timing import Kind, Measurement, Timing, interleave, measurements, new_run, record
+from moe_lab.timing import COLD, Kind, Measurement, Timing, interleave, measurements, new_run, record
 
 #: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
 CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
@@ -407,16 +407,30 @@ def render(rows: Sequence[Measurement]) -> list[str]:
 
 
 def summary_rows(folder: Path | None = None) -> list[Measurement]:
-    """The recorded rows that :func:`summary` reads, cases in order.
+    """The recorded rows that show the ladder, cases in order.
 
     Of each contest case one GPU run counts that has steps, peers and both roofs, with routing :data:`DEFAULT_ROUTING`
-    and a cold cache: the one with the most peers, of those the one with the most steps, of those the newest. So a run
-    of a few steps, or on a machine that lacks a peer, never stands for the whole ladder.
+    and cold inputs: the one with the most recommended steps, of those the one with the most steps, then the most peers,
+    then the newest. So a run of a few steps, or one older than our best step, never stands for the whole ladder.
 
     Raises:
         DataError: if no recorded run qualifies.
     """
-    rows = [row for row in measurements(folder) if row.cache == "cold" and row.routing == DEFAULT_ROUTING]
+    return _widest("step", folder)
+
+
+def peer_rows(folder: Path | None = None) -> list[Measurement]:
+    """The recorded rows that show the peers, cases in order: as :func:`summary_rows`, but the most peers come first.
+
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    return _widest("peer", folder)
+
+
+def _widest(kind: Kind, folder: Path | None) -> list[Measurement]:
+    """Of each contest case the rows of the run with the most candidates of a kind."""
+    rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
     chosen: list[Measurement] = []
     for case in CASES.values():
         sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
@@ -429,7 +443,7 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
             if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
         ]  # fmt: skip
         if complete:
-            widest: list[Measurement] = max(complete, key=_coverage)
+            widest: list[Measurement] = max(complete, key=lambda part: _coverage(part, kind))
             chosen += widest
     if not chosen:
         raise DataError(
@@ -439,33 +453,47 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
     return chosen
 
 
-def _coverage(rows: Sequence[Measurement]) -> tuple[int, int, str]:
+def _coverage(rows: Sequence[Measurement], kind: Kind) -> tuple[int, int, int, str]:
     kinds = [row.kind for row in rows]
-    return kinds.count("peer"), kinds.count("step"), rows[0].run
+    recommended = sum(row.name in STEPS and STEPS[row.name].recommended for row in rows)
+    steps, peers = kinds.count("step"), kinds.count("peer")
+    return (recommended, steps, peers, rows[0].run) if kind == "step" else (peers, recommended, steps, rows[0].run)
 
 
 def summary(folder: Path | None = None) -> list[str]:
     """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
 
-    ``bound_ratio`` is our best median over the bound of that run, ``vs_best_peer`` is the best peer's median over our
-    best; both from one run, never across runs or devices. See :func:`summary_rows` for which run that is.
+    ``bound_ratio`` is our best median over the bound of its run (:func:`summary_rows`). ``vs_best_peer`` is the best
+    peer's median over our best median of the same run (:func:`peer_rows`), which can be another one and an older step:
+    never across runs or devices. The line names both runs.
 
     Raises:
         DataError: if no recorded run qualifies.
     """
-    rows = summary_rows(folder)
+    ladder, peers = summary_rows(folder), peer_rows(folder)
     lines = []
     for number, case in CASES.items():
-        part = [row for row in rows if row.case == case.name]
+        part = [row for row in ladder if row.case == case.name]
+        beside = [row for row in peers if row.case == case.name]
         if not part:
             continue
-        ours = min((row for row in part if row.kind == "step"), key=lambda row: row.median_ms)
-        peer = min((row for row in part if row.kind == "peer"), key=lambda row: row.median_ms)
-        bound = bound_ms(part)
-        bound_ratio, vs_best_peer = ours.median_ms / bound, peer.median_ms / ours.median_ms
+        ours, rival = _fastest(part, "step"), _fastest(beside, "step")
+        peer, bound = _fastest(beside, "peer"), bound_ms(part)
+        where = f"{ours.device}, run {ours.run}"
+        named = f"ours={ours.name} {ours.median_ms:.4f} ms, bound {bound:.4f} ms, "
+        if rival.run == ours.run:
+            named += f"best peer {peer.name} {peer.median_ms:.4f} ms, {where}"
+        else:
+            named += (
+                f"{where}; best peer {peer.name} {peer.median_ms:.4f} ms beside {rival.name} {rival.median_ms:.4f} ms, "
+                f"{rival.device}, run {rival.run}"
+            )
         lines.append(
-            f"case {number} bound_ratio={bound_ratio:.3f} vs_best_peer={vs_best_peer:.3f} "
-            f"ours={ours.name} {ours.median_ms:.4f} ms, bound {bound:.4f} ms, best peer {peer.name} "
-            f"{peer.median_ms:.4f} ms, {ours.device}, run {ours.run}"
+            f"case {number} bound_ratio={ours.median_ms / bound:.3f} "
+            f"vs_best_peer={peer.median_ms / rival.median_ms:.3f} {named}"
         )
     return lines
+
+
+def _fastest(rows: Sequence[Measurement], kind: Kind) -> Measurement:
+    return min((row for row in rows if row.kind == kind), key=lambda row: row.median_ms)

@@ -44,18 +44,31 @@ def judged() -> str:
 
 
 def speed() -> str:
-    """The newest GPU run that the summary reads: its lines, then a table of every step and peer.
+    """The runs that the summary reads: a table of every step and peer for each, then its lines.
 
     Raises:
         DataError: if no such run is recorded.
     """
-    lines = bench.summary()
-    rows = bench.summary_rows()
+    ladder, peers = bench.summary_rows(), bench.peer_rows()
+    parts = [*_table(ladder), ""]
+    if peers[0].run != ladder[0].run:
+        parts += ["Runs with more libraries, on another day and another card of the kind:", "", *_table(peers), ""]
+    return "\n".join([*parts, "```text", *bench.summary(), "```"])
+
+
+#: What the calls of a run found in the L2 cache.
+_STATES = {
+    "cold": "weights cold in L2",
+    "dirty": "weights cold in L2, which was full of written lines that had to go to memory first",
+}
+
+
+def _table(rows: list[Measurement]) -> list[str]:
     first = rows[0]
     cases = sorted({row.case for row in rows})
     names = sorted({row.name for row in rows if row.kind != "roof"}, key=lambda name: _time(rows, name, cases[-1]))
-    table = [
-        f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with weights cold in L2, "
+    return [
+        f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with {_STATES[first.cache]}, "
         f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {_stack(first)}, "
         f"driver {first.driver}). Steps compute in fp16, peers in the dtype they name.",
         "",
@@ -66,7 +79,6 @@ def speed() -> str:
         + " | ".join(f"*{bench.bound_ms([row for row in rows if row.case == case]):.3f}*" for case in cases)
         + " |",
     ]
-    return "\n".join([*table, "", "```text", *lines, "```"])
 
 
 def _time(rows: list[Measurement], name: str, case: str) -> float:

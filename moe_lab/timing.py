@@ -23,9 +23,12 @@ from moe_lab.errors import ContractError, DataError
 from moe_lab.submission import write_atomic
 from moe_lab.tables import load
 
-Cache = Literal["cold", "warm", "uncontrolled"]
+Cache = Literal["cold", "dirty", "warm", "uncontrolled"]
 Kind = Literal["step", "submission", "peer", "roof"]
 
+#: States in which a call finds none of its inputs in the L2 cache. "dirty" is only recorded, no longer measured: the
+#: buffer was written before the call, so its lines still had to go to memory while the call ran.
+COLD: tuple[Cache, ...] = ("cold", "dirty")
 #: Bytes read before a cold call at least: several times the largest L2 cache there is.
 _FLUSH_BYTES = 512 * 2**20
 _RESAMPLES = 2000
@@ -330,7 +333,7 @@ def newest_run(device: str, name: str, routing: str, folder: Path | None = None)
     """
     rows = [
         row for row in measurements(folder)
-        if device in row.device and row.routing == routing and row.cache == "cold"
+        if device in row.device and row.routing == routing and row.cache in COLD
     ]  # fmt: skip
     runs = [row.run for row in rows if row.name == name]
     return [row for row in rows if runs and row.run == max(runs)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_lab import bench
-from moe_lab.bench import CPU_CASE, Candidate, bound_ms, render, roof_of, summary
+from moe_lab.bench import CPU_CASE, Candidate, bound_ms, peer_rows, render, roof_of, summary, summary_rows
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import ContractError, DataError, SubmissionError
 from moe_lab.inputs import make_inputs
@@ -176,6 +176,21 @@ def test_the_summary_takes_the_newest_complete_run_of_each_case(tmp_path):
     assert first.startswith("case 1 bound_ratio=1.060 vs_best_peer=1.238 ours=h3_best 0.4200 ms")
     assert third.startswith("case 3 bound_ratio=1.080 vs_best_peer=1.153 ")
     assert "best peer a library 1.7300 ms, NVIDIA H200, run 20260105T000000Z-aaaaaa" in third
+
+
+def test_bound_and_best_peer_come_from_the_run_that_can_tell_and_both_are_named(tmp_path):
+    old = rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.50, 0.60)
+    library = next(row for row in old if row.kind == "peer")
+    record([*old, replace(library, name="a faster library", median_ms=0.55, low_ms=0.55, high_ms=0.55)], tmp_path)
+    step = next(row for row in old if row.kind == "step")
+    new = rows_of("20260102T000000Z-bbbbbb", CASES[1], 0.44, 0.60)
+    record([*new, replace(step, run=new[0].run, name="h4_more")], tmp_path)
+    assert {row.run for row in summary_rows(tmp_path)} == {"20260102T000000Z-bbbbbb"}
+    assert {row.run for row in peer_rows(tmp_path)} == {"20260101T000000Z-aaaaaa"}
+    (line,) = summary(tmp_path)
+    assert line.startswith(f"case 1 bound_ratio={0.44 / bound_ms(new):.3f} vs_best_peer={0.55 / 0.50:.3f} ")
+    assert "run 20260102T000000Z-bbbbbb; best peer a faster library 0.5500 ms beside h3_best 0.5000 ms" in line
+    assert line.endswith("run 20260101T000000Z-aaaaaa")
 
 
 def test_lines_are_aligned_fastest_first_with_the_bound(recorded):
