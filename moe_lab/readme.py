@@ -52,7 +52,7 @@ def speed() -> str:
     ladder, peers = bench.summary_rows(), bench.peer_rows()
     parts = [*_table(ladder), ""]
     if peers[0].run != ladder[0].run:
-        parts += ["Runs with more libraries, on another day and another card of the kind:", "", *_table(peers), ""]
+        parts += ["Runs with more libraries, from another day:", "", *_table(peers), ""]
     return "\n".join([*parts, "```text", *bench.summary(), "```"])
 
 
