@@ -13,16 +13,16 @@ What happens, in this order:
    and, with a GPU, times beside the baseline.
 
 What is defended, each with a file in ``tests/exploits`` that must be caught: answers, weights or routing kept from an
-earlier call, whole or in part, by shape, address, sample or content; computing in the first calls or on poisoned
-buffers only; a branch for small sizes (on a CPU the contest's own H, I and E are called with one block of rows, on a
-GPU the whole cases are); edited inputs; writes outside ``out``; values that only padding, old or unwritten memory
+earlier call, whole or in part, by shape, address, sample, sum or content; computing in the first calls, before the
+timed ones or on poisoned buffers only; a branch for small sizes (a CPU calls the contest's own H, I and E with one
+block of rows, and its largest case's rows and experts with small H and I; a GPU calls the whole cases); edited inputs; writes outside ``out``; values that only padding, old or unwritten memory
 explains; answers that only the contest's loose tolerance passes; forged results and printed verdicts; endless loops,
 crashes, floods of output, memory or files; processes and threads left behind.
 
 What is not defended: this is no security boundary. The submission runs as the same user. The sandbox is a replica of
 the contest's rules; text that gets around it can read and write this user's files, among them TileLang's cache of
 compiled kernels and the judge itself, reach other processes, or use the network. On a CPU a file may still behave
-differently when all of the contest's rows are there, which only a GPU run or the contest shows. A thread or stream
+differently when the contest's rows meet its H and I, which only a GPU run or the contest shows. A thread or stream
 that writes ``out`` after ``run_kernel`` has returned and before the judge looks counts as written. Results of a
 repeated input that are kept behind a kernel launch of the same length do not show. Races that need a GPU do not
 happen on a CPU.
