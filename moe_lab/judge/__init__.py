@@ -15,9 +15,10 @@ What happens, in this order:
 What is defended, each with a file in ``tests/exploits`` that must be caught: answers, weights or routing kept from an
 earlier call, whole or in part, by shape, address, sample, sum or content; computing in the first calls, before the
 timed ones or on poisoned buffers only; a branch for small sizes (a CPU calls the contest's own H, I and E with one
-block of rows, and its largest case's rows and experts with small H and I; a GPU calls the whole cases); edited inputs; writes outside ``out``; values that only padding, old or unwritten memory
-explains; answers that only the contest's loose tolerance passes; forged results and printed verdicts; endless loops,
-crashes, floods of output, memory or files; processes and threads left behind.
+block of rows, and its largest case's rows and experts with small H and I; a GPU calls the whole cases); edited
+inputs; writes outside ``out``; values that only padding, old or unwritten memory explains; answers that only the
+contest's loose tolerance passes; forged results and printed verdicts; endless loops, crashes, floods of output,
+memory or files; processes and threads left behind.
 
 What is not defended: this is no security boundary. The submission runs as the same user. The sandbox is a replica of
 the contest's rules; text that gets around it can read and write this user's files, among them TileLang's cache of
