@@ -1,18 +1,22 @@
 """The benchmark: all steps and every peer that is installed, in one process, in turns, checked, recorded.
 
 The machine's roofs (a large dense matmul and a large copy) take their turns among the candidates, so they are measured
-at the same clocks. Inputs rotate and the cache is overwritten, so weights come from memory, as in the contest.
+at the same clocks. Inputs rotate and a large buffer is read between calls, so weights come from memory, as in the
+contest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
 import shutil
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +42,8 @@ CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
 DEFAULT_ROUTING = "multinomial-0"
 
 _MATMUL, _COPY = "dense matmul", "large copy"
+#: Longest time for one candidate's first calls: the slowest library known here tunes itself for five minutes.
+_READY_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,25 @@ class Rung(Protocol):
         """Its text."""
 
 
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread if the block takes longer; other threads get no alarm, and no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def time_case(
     case: Case,
     sizes: tuple[int, ...],
@@ -213,10 +238,13 @@ def time_case(
         if missing:
             say(f"{case.name}: {name} left out: {missing}")
             continue
+        if isinstance(source, Peer):
+            say(f"{case.name}: {name} gets ready, which takes minutes for a library that tunes itself")
         started = time.perf_counter()
         try:
-            candidate = _of_peer(source, sets) if isinstance(source, Peer) else _of_rung(source, sets)
-            wrong = _check(candidate, truths)
+            with _at_most(_READY_S):
+                candidate = _of_peer(source, sets) if isinstance(source, Peer) else _of_rung(source, sets)
+                wrong = _check(candidate, truths)
         # A peer or a step that does not compile or run here must not end the others' measurement.
         except Exception as failure:  # noqa: BLE001
             wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"

@@ -1,3 +1,5 @@
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -74,6 +76,23 @@ def test_a_peer_says_what_is_missing():
     assert peer.missing(has_gpu=True) == "not installed (`pip install no-such-distribution-of-anybody`)"
     assert replace(peer, needs_gpu=True).missing(has_gpu=False) == "needs a CUDA GPU"
     assert replace(peer, package="torch").missing(has_gpu=False) == ""
+
+
+def test_a_peer_that_does_not_get_ready_is_left_out_and_the_others_are_measured(monkeypatch):
+    def endless(inputs):
+        while True:
+            time.sleep(0.01)
+
+    peers = (Peer("an endless library", "torch", False, endless), *(peer for peer in PEERS if "loop" in peer.name))
+    monkeypatch.setattr(bench, "PEERS", peers)
+    monkeypatch.setattr(bench, "_READY_S", 0.5)
+    handler = signal.getsignal(signal.SIGALRM)
+    said = []
+    timed = bench.time_case(CPU_CASE, (142, 142, 142, 142), 0, [], 1, said.append)
+    assert [candidate.kind for candidate, _, _ in timed] == ["peer", "roof", "roof"]
+    assert f"{CPU_CASE.name}: an endless library left out: TimeoutError: not ready after 0.5 s" in said
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.gpu
