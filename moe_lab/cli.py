@@ -338,9 +338,12 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")
-    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        line, encoding = sys.stdout.line_buffering, sys.stdout.encoding
-        sys.stdout = _Output(sys.stdout.detach(), encoding, "backslashreplace", line_buffering=line)
+    stdout = sys.__stdout__
+    if sys.stdout is stdout and isinstance(stdout, io.TextIOWrapper) and not isinstance(stdout, _Output):
+        line, encoding = stdout.line_buffering, stdout.encoding
+        sys.stdout = _Output(stdout.detach(), encoding, "backslashreplace", line_buffering=line)
+        # Libraries that reach for the original must not find a stream without a file.
+        sys.__stdout__ = sys.stdout  # type: ignore[misc]
 
 
 class _ReaderGoneError(Exception):
