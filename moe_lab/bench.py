@@ -26,7 +26,7 @@ import torch
 from moe_lab import backend
 from moe_lab.contract import CASES, JUDGE_TOLERANCE, Case
 from moe_lab.errors import ContractError, DataError
-from moe_lab.inputs import DISTRIBUTIONS, Inputs, group_sizes, make_inputs
+from moe_lab.inputs import DISTRIBUTIONS, Inputs, draw_inputs, group_sizes
 from moe_lab.layout import GroupedLayout
 from moe_lab.peers import PEERS, Peer, forget_copies
 from moe_lab.reference import fused_truth
@@ -227,8 +227,12 @@ def time_case(
     Returns:
         What ran and was right: the candidate, its timing, its relative error (None for a roof).
     """
-    on_cpu = backend.detect().kind == "cpu"
-    sets = [_inputs(case, sizes, seed + number) for number in range(_sets_that_fit(case, sizes, len(rungs)))]
+    where = backend.detect()
+    on_cpu = where.kind == "cpu"
+    sets = [
+        draw_inputs(case, sizes, seed=seed + number, device=where.torch_device)
+        for number in range(_sets_that_fit(case, sizes, len(rungs)))
+    ]
     truths = [fused_truth(inputs) for inputs in sets]
     candidates: list[Candidate] = []
     sources: list[Rung | Peer] = [*rungs, *(() if alone else PEERS)]
@@ -239,7 +243,7 @@ def time_case(
             say(f"{case.name}: {name} left out: {missing}")
             continue
         if isinstance(source, Peer):
-            say(f"{case.name}: {name} gets ready, which takes minutes for a library that tunes itself")
+            say(f"{case.name}: {name} gets ready, within {_READY_S:g} s or not at all")
         started = time.perf_counter()
         try:
             with _at_most(_READY_S):
@@ -283,31 +287,6 @@ def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
     results = 2 * GroupedLayout(sizes).num_padded_rows * case.hidden * (num_steps + len(PEERS) + 2)
     # Weights in fp16 and the peers' copy in bf16, one result for each candidate, the fp32 truth.
     return max(1, min(3, int(0.7 * free / (2.2 * weights + results))))
-
-
-def _inputs(case: Case, sizes: tuple[int, ...], seed: int) -> Inputs:
-    """Inputs drawn on the device: a contest case holds gigabytes of weights, too slow to draw on a CPU."""
-    if backend.detect().kind == "cpu":
-        return make_inputs(case, sizes, seed=seed)
-    small = make_inputs(Case(case.name, case.num_experts, 1, 1, case.num_tokens), sizes, seed=seed, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(seed)
-    experts, hidden, inter = case.num_experts, case.hidden, case.intermediate
-    layout = GroupedLayout(sizes)
-
-    def normal(*shape: int, scale: float) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float16, device="cuda").normal_(0, scale, generator=generator)
-
-    tokens = torch.full((layout.num_padded_rows, hidden), float("nan"), dtype=torch.float16, device="cuda")
-    tokens[small.valid_rows] = normal(layout.num_rows, hidden, scale=1.0)
-    return Inputs(
-        case=case, layout=layout, variant=small.variant, stacked_expert_tokens=tokens,
-        gate_w=normal(experts, inter, hidden, scale=hidden**-0.5),
-        up_w=normal(experts, inter, hidden, scale=hidden**-0.5),
-        down_w=normal(experts, hidden, inter, scale=inter**-0.5),
-        routed_expert_weights=small.routed_expert_weights, group_sizes=small.group_sizes,
-        group_offsets=small.group_offsets, group_padded_offsets=small.group_padded_offsets,
-        group_idx_for_bx=small.group_idx_for_bx, out=torch.zeros_like(tokens),
-    )  # fmt: skip
 
 
 def _of_rung(rung: Rung, sets: Sequence[Inputs]) -> Candidate:

@@ -1,7 +1,7 @@
 """The trusted input generator: one place that makes the ten tensors, for every distribution and every variant.
 
 Everything is seeded and made on the CPU before it moves to a device, so the same seed gives the same bits everywhere;
-:func:`draw_tokens` also draws on a device, where the contest's sizes take milliseconds.
+:func:`draw_inputs` draws on the device, where the contest's sizes take milliseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+import numpy as np
 import torch
 
 from moe_lab.contract import JUDGE_PROFILE, Case, Variant
@@ -120,25 +121,11 @@ class Inputs:
         return replace(self, out=out)
 
 
-def draw_tokens(
+def _tokens(
     layout: GroupedLayout, hidden: int, values: Values, token_poison: TokenPoison, generator: torch.Generator,
     *, padded: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Draw the tokens of one call.
-
-    Args:
-        layout: where the rows lie.
-        hidden: H.
-        values, token_poison: as for :func:`make_inputs`.
-        generator: decides the values, and the device.
-        padded: whether padding rows are stored.
-
-    Returns:
-        (P, H) fp16, or (N, H).
-
-    Raises:
-        ContractError: for unknown names.
-    """
+    """Tokens of one call on the generator's device: (P, H) fp16, or (N, H) without padding rows."""
     valid = _valid_tokens(layout.num_rows, hidden, values, generator)
     if not padded:
         return valid
@@ -203,7 +190,7 @@ def make_inputs(
         )
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
-    tokens = draw_tokens(layout, hidden, values, token_poison, generator, padded=variant.storage == "padded")
+    tokens = _tokens(layout, hidden, values, token_poison, generator, padded=variant.storage == "padded")
     gate_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
     up_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
     down_w = _normal((experts, hidden, intermediate), generator, intermediate**-0.5)
@@ -230,6 +217,53 @@ def make_inputs(
         group_padded_offsets=integers(layout.padded_offsets[:entries]),
         group_idx_for_bx=integers(_block_map(layout, variant)),
         out=moved(out),
+    )  # fmt: skip
+
+
+def draw_inputs(
+    case: Case,
+    sizes: Sequence[int],
+    *,
+    values: Values = "normal",
+    token_poison: TokenPoison = "nan",
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    idle_weights: bool = True,
+) -> Inputs:
+    """The tensors of :func:`make_inputs` under the judge profile, tokens and weights drawn on the device.
+
+    A contest case holds gigabytes of weights, which a CPU takes minutes to draw and to move.
+
+    Args:
+        case, sizes, values, token_poison: as for :func:`make_inputs`.
+        seed: same seed and same kind of device, same bits.
+        device: where tokens and weights are drawn.
+        idle_weights: whether the weights of experts without rows are drawn. Otherwise they are zeros, on a CPU in
+            memory that is never touched.
+
+    Raises:
+        ContractError: as :func:`make_inputs`.
+    """
+    thin = make_inputs(replace(case, hidden=1, intermediate=1), sizes, seed=seed, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tokens = _tokens(thin.layout, case.hidden, values, token_poison, generator)
+
+    def weights(rows: int, columns: int) -> torch.Tensor:
+        shape = (case.num_experts, rows, columns)
+        if idle_weights:
+            made = torch.empty(shape, dtype=torch.float16, device=device)
+        else:
+            # numpy's zeros are pages that the system only hands out when somebody writes to them.
+            made = torch.from_numpy(np.zeros(shape, dtype=np.float16)).to(device)
+        for expert, size in enumerate(thin.layout.sizes):
+            if size or idle_weights:
+                made[expert] = torch.randn(rows, columns, generator=generator, device=device).mul_(columns**-0.5)
+        return made
+
+    return replace(
+        thin, case=case, stacked_expert_tokens=tokens, gate_w=weights(case.intermediate, case.hidden),
+        up_w=weights(case.intermediate, case.hidden), down_w=weights(case.hidden, case.intermediate),
+        out=torch.zeros_like(tokens),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@ import torch
 
 from moe_lab.contract import ARGUMENTS, VARIANTS, Case, Variant
 from moe_lab.errors import ContractError
-from moe_lab.inputs import DISTRIBUTIONS, group_sizes, make_inputs
+from moe_lab.inputs import DISTRIBUTIONS, draw_inputs, group_sizes, make_inputs
 
 CASE = Case("small", num_experts=5, hidden=64, intermediate=32, num_tokens=300)
 
@@ -104,3 +104,31 @@ def test_unknown_names_are_refused(options):
 def test_no_rows_at_all():
     inputs = make_inputs(Case("empty", 3, 16, 16, 0), (0, 0, 0), variant=Variant())
     assert inputs.stacked_expert_tokens.shape == (0, 16)
+
+
+def test_inputs_drawn_on_a_device_are_the_same_problem():
+    case, sizes = Case("x", 4, 256, 128, 140), (9, 0, 130, 1)
+    drawn, made = draw_inputs(case, sizes, seed=5), make_inputs(case, sizes, seed=5)
+    for name in ("group_sizes", "group_offsets", "group_padded_offsets", "group_idx_for_bx"):
+        assert torch.equal(getattr(drawn, name), getattr(made, name))
+    for one, other in zip(drawn.args, made.args, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    padding = torch.ones(len(drawn.out), dtype=torch.bool)
+    padding[drawn.valid_rows] = False
+    assert drawn.stacked_expert_tokens[padding].isnan().all()
+    assert drawn.stacked_expert_tokens[drawn.valid_rows].float().std() == pytest.approx(1.0, rel=0.03)
+    for weights, length in ((drawn.gate_w, 256), (drawn.up_w, 256), (drawn.down_w, 128)):
+        for expert in range(4):
+            assert weights[expert].float().std() == pytest.approx(length**-0.5, rel=0.03)
+    assert not torch.equal(drawn.gate_w, drawn.up_w)
+    again = draw_inputs(case, sizes, seed=5)
+    assert all(
+        torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(drawn.args, again.args, strict=True)
+    )
+
+
+def test_weights_of_experts_without_rows_can_stay_zero():
+    drawn = draw_inputs(Case("x", 3, 64, 32, 5), (5, 0, 0), idle_weights=False)
+    for weights in (drawn.gate_w, drawn.up_w, drawn.down_w):
+        assert weights[0].count_nonzero() > 0.99 * weights[0].numel()
+        assert weights[1:].count_nonzero() == 0

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
 import torch
 
 from moe_lab.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
-from moe_lab.inputs import Inputs, TokenPoison, Values, draw_tokens, group_sizes, make_inputs
+from moe_lab.inputs import Inputs, TokenPoison, Values, draw_inputs, group_sizes, make_inputs
 from moe_lab.judge.process import Limits
 
 #: What a call changes compared with the call before it, at the same addresses.
@@ -313,32 +312,10 @@ def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
         return make_inputs(
             case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
         )
-    # What is left comes from the trusted generator; tokens and weights would take it minutes at this size.
-    thin = make_inputs(
-        replace(case, hidden=1, intermediate=1), call.sizes, variant=group.variant, seed=call.seed, device=device
-    )
-    generator = torch.Generator(device=device).manual_seed(call.seed)
-    experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
-    tokens = draw_tokens(
-        thin.layout, hidden, call.values, call.token_poison, generator, padded=group.variant.storage == "padded"
-    )
-
-    def weights(rows: int, columns: int) -> torch.Tensor:
-        if group.sparse:
-            # numpy's zeros are pages that the system only hands out when somebody writes to them.
-            made = torch.from_numpy(np.zeros((experts, rows, columns), dtype=np.float16))
-        else:
-            made = torch.empty(experts, rows, columns, dtype=torch.float16, device=device)
-        for expert, size in enumerate(call.sizes):
-            if size or not group.sparse:
-                drawn = torch.randn(rows, columns, generator=generator, device=device)
-                made[expert] = drawn.mul_(columns**-0.5)
-        return made
-
     # Nothing of a group of this size is a variant: out is filled for each call.
-    return replace(
-        thin, case=case, stacked_expert_tokens=tokens, gate_w=weights(intermediate, hidden),
-        up_w=weights(intermediate, hidden), down_w=weights(hidden, intermediate), out=torch.zeros_like(tokens),
+    return draw_inputs(
+        case, call.sizes, values=call.values, token_poison=call.token_poison, seed=call.seed, device=device,
+        idle_weights=not group.sparse,
     )  # fmt: skip
 
 
