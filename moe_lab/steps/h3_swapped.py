@@ -78,8 +78,9 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                 for j in T.Parallel(hidden):
                     out[bx * BLOCK_M + valid + row, j] = T.cast(0.0, "float16")
 
-        # Stage 1: up_logits = silu(x @ gate_w.T) * (x @ up_w.T)
-        with T.Kernel(blocks, T.ceildiv(intermediate, STAGE1_BLOCK_N), threads=THREADS) as (bx, by):
+        # Stage 1: up_logits = silu(x @ gate_w.T) * (x @ up_w.T). Columns first: the blocks that run at one time work on
+        # the tokens of a few experts, which stay in the L2 cache.
+        with T.Kernel(T.ceildiv(intermediate, STAGE1_BLOCK_N), blocks, threads=THREADS) as (by, bx):
             tokens_shared = T.alloc_shared((TILE_M, BLOCK_K), "float16")
             gate_shared = T.alloc_shared((STAGE1_BLOCK_N, BLOCK_K), "float16")
             up_shared = T.alloc_shared((STAGE1_BLOCK_N, BLOCK_K), "float16")
@@ -104,7 +105,7 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                 T.copy(turned, up_logits[bx * TILE_M, by * STAGE1_BLOCK_N])
 
         # Stage 2: out = (up_logits @ down_w.T) * route weight, valid rows only
-        with T.Kernel(blocks, T.ceildiv(hidden, STAGE2_BLOCK_N), threads=THREADS) as (bx, by):
+        with T.Kernel(T.ceildiv(hidden, STAGE2_BLOCK_N), blocks, threads=THREADS) as (by, bx):
             logits_shared = T.alloc_shared((TILE_M, BLOCK_K), "float16")
             down_shared = T.alloc_shared((STAGE2_BLOCK_N, BLOCK_K), "float16")
             out_acc = T.alloc_fragment((STAGE2_BLOCK_N, TILE_M), "float32")
