@@ -13,6 +13,7 @@ import importlib.metadata
 import platform
 import shutil
 import signal
+import statistics
 import subprocess
 import threading
 import time
@@ -44,6 +45,8 @@ DEFAULT_ROUTING = "multinomial-0"
 _MATMUL, _COPY = "dense matmul", "large copy"
 #: Longest time for one candidate's first calls: the slowest library known here tunes itself for five minutes.
 _READY_S = 600.0
+#: A GPU rests before the clock runs: after a library has tuned itself its clocks are low, and no fault of the others.
+_REST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def run(
             )  # fmt: skip
         for line in render([row for row in rows if row.case == case.name]):
             say(line)
-    path = record(rows, folder)
+        # After every case, so that a run cut short keeps what it has.
+        path = record(rows, folder)
     say(f"recorded {len(rows)} rows in {path}")
     return rows
 
@@ -259,6 +263,9 @@ def time_case(
         candidates.append(candidate)
     if not alone:
         candidates += _roofs(on_cpu)
+    if not on_cpu:
+        torch.cuda.synchronize()
+        time.sleep(_REST_S)
     timings = interleave(
         {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
     )
@@ -369,13 +376,16 @@ def _check(candidate: Candidate, truths: Sequence[torch.Tensor], *, call: bool =
 
 
 def roof_of(rows: Sequence[Measurement]) -> tuple[float, float]:
-    """Measured peak in TFLOP/s and bandwidth in TB/s of one run and case.
+    """Measured peak in TFLOP/s and bandwidth in TB/s of one run and case, at the fast end of each interval.
+
+    A roof is what the machine can reach; whatever disturbed one measurement of it must not flatter us.
 
     Raises:
         DataError: if a roof is missing.
     """
-    peak = [row.rate_tflops for row in rows if row.kind == "roof" and row.name.startswith(_MATMUL)]
-    bandwidth = [row.rate_gbps / 1000 for row in rows if row.kind == "roof" and row.name.startswith(_COPY)]
+    roofs = [row for row in rows if row.kind == "roof"]
+    peak = [row.flops / row.low_ms / 1e9 for row in roofs if row.name.startswith(_MATMUL)]
+    bandwidth = [row.bytes / row.low_ms / 1e9 for row in roofs if row.name.startswith(_COPY)]
     if not peak or not bandwidth:
         raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
     return max(peak), max(bandwidth)
@@ -409,36 +419,33 @@ def render(rows: Sequence[Measurement]) -> list[str]:
         error = f"{row.error:8.1e}" if row.error is not None else ""
         lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}  {ratio}  {error}")
     if bound:
-        lines.append(f"{'bound from the roofs above':{width}}  {bound:9.4f}")
+        lines.append(f"{'bound, roofs at their fast ends':{width}}  {bound:9.4f}")
     return lines
 
 
 def summary_rows(folder: Path | None = None) -> list[Measurement]:
-    """The recorded rows that show the ladder, cases in order.
+    """The recorded rows that show the ladder and the peers, cases in order.
 
-    Of each contest case one GPU run counts that has steps, peers and both roofs, with routing :data:`DEFAULT_ROUTING`
-    and cold inputs: the one with the most recommended steps, of those the one with the most steps, then the most peers,
-    then the newest. So a run of a few steps, or one older than our best step, never stands for the whole ladder.
-
-    Raises:
-        DataError: if no recorded run qualifies.
-    """
-    return _widest("step", folder)
-
-
-def peer_rows(folder: Path | None = None) -> list[Measurement]:
-    """The recorded rows that show the peers, cases in order: as :func:`summary_rows`, but the most peers come first.
+    Of each contest case one run: of those that :func:`summary` counts, one with the fastest peer known, with the most
+    steps, the newest. So neither a run of a few steps nor one older than our best step stands for the whole ladder.
 
     Raises:
         DataError: if no recorded run qualifies.
     """
-    return _widest("peer", folder)
+    rows: list[Measurement] = []
+    for runs in _runs_of_cases(folder):
+        counted, rival = _most_recommended(runs), _fastest_peer(runs)
+        rows += max(counted, key=lambda run: (_names(run, "peer").count(rival), len(_names(run, "step")), run[0].run))
+    return rows
 
 
-def _widest(kind: Kind, folder: Path | None) -> list[Measurement]:
-    """Of each contest case the rows of the run with the most candidates of a kind."""
+def _runs_of_cases(folder: Path | None) -> list[list[list[Measurement]]]:
+    """Of each contest case the recorded GPU runs with steps, peers and both roofs, oldest first.
+
+    Only those with routing :data:`DEFAULT_ROUTING` and cold inputs, and on the device of the newest of them.
+    """
     rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
-    chosen: list[Measurement] = []
+    found: list[list[list[Measurement]]] = []
     for case in CASES.values():
         sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
         runs: dict[str, list[Measurement]] = {}
@@ -446,60 +453,70 @@ def _widest(kind: Kind, folder: Path | None) -> list[Measurement]:
             if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == sizes:
                 runs.setdefault(row.run, []).append(row)
         complete = [
-            part for _, part in sorted(runs.items())
-            if {"step", "peer", "roof"} <= {row.kind for row in part} and sum(row.kind == "roof" for row in part) > 1
+            run for _, run in sorted(runs.items())
+            if _names(run, "step") and _names(run, "peer") and len(_names(run, "roof")) > 1
         ]  # fmt: skip
         if complete:
-            widest: list[Measurement] = max(complete, key=lambda part: _coverage(part, kind))
-            chosen += widest
-    if not chosen:
+            found.append([run for run in complete if run[0].device == complete[-1][0].device])
+    if not found:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
             "`moe-lab bench` on a machine with a GPU"
         )
-    return chosen
+    return found
 
 
-def _coverage(rows: Sequence[Measurement], kind: Kind) -> tuple[int, int, int, str]:
-    kinds = [row.kind for row in rows]
-    recommended = sum(row.name in STEPS and STEPS[row.name].recommended for row in rows)
-    steps, peers = kinds.count("step"), kinds.count("peer")
-    return (recommended, steps, peers, rows[0].run) if kind == "step" else (peers, recommended, steps, rows[0].run)
+def _names(rows: Sequence[Measurement], kind: Kind) -> list[str]:
+    return [row.name for row in rows if row.kind == kind]
+
+
+def _most_recommended(runs: Sequence[list[Measurement]]) -> list[list[Measurement]]:
+    """The runs that hold the most of the steps that are recommended today."""
+    held = [sum(name in STEPS and STEPS[name].recommended for name in _names(run, "step")) for run in runs]
+    return [run for run, number in zip(runs, held, strict=True) if number == max(held)]
+
+
+def _fastest_peer(runs: Sequence[Sequence[Measurement]]) -> str:
+    """Name of the peer that came nearest to the bound of its run."""
+    ratios = {peer.name: peer.median_ms / bound_ms(run) for run in runs for peer in [_fastest(run, "peer")]}
+    return min(ratios, key=lambda name: ratios[name])
 
 
 def summary(folder: Path | None = None) -> list[str]:
     """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
 
-    ``bound_ratio`` is our best median over the bound of its run (:func:`summary_rows`). ``vs_best_peer`` is the best
-    peer's median over our best median of the same run (:func:`peer_rows`), which can be another one and an older step:
-    never across runs or devices. The line names both runs.
+    Each ratio is of one run, never across runs; the line gives its median over the runs, and the least and the
+    greatest, because cards of one kind differ. ``bound_ratio`` is our best median over the bound of the run, over all
+    runs with the most of the steps that are recommended today. ``vs_best_peer`` is the best peer's median over our
+    best, over the runs with the fastest peer known; those can be older ones, with an older step, which is named.
 
     Raises:
         DataError: if no recorded run qualifies.
     """
-    ladder, peers = summary_rows(folder), peer_rows(folder)
+    shown = {row.case: row.run for row in summary_rows(folder)}
     lines = []
-    for number, case in CASES.items():
-        part = [row for row in ladder if row.case == case.name]
-        beside = [row for row in peers if row.case == case.name]
-        if not part:
-            continue
-        ours, rival = _fastest(part, "step"), _fastest(beside, "step")
-        peer, bound = _fastest(beside, "peer"), bound_ms(part)
-        where = f"{ours.device}, run {ours.run}"
-        named = f"ours={ours.name} {ours.median_ms:.4f} ms, bound {bound:.4f} ms, "
-        if rival.run == ours.run:
-            named += f"best peer {peer.name} {peer.median_ms:.4f} ms, {where}"
-        else:
-            named += (
-                f"{where}; best peer {peer.name} {peer.median_ms:.4f} ms beside {rival.name} {rival.median_ms:.4f} ms, "
-                f"{rival.device}, run {rival.run}"
-            )
+    for runs in _runs_of_cases(folder):
+        counted, rival = _most_recommended(runs), _fastest_peer(runs)
+        beside = _most_recommended([run for run in runs if rival in _names(run, "peer")])
+        bounds = [_fastest(run, "step").median_ms / bound_ms(run) for run in counted]
+        peers = [_fastest(run, "peer").median_ms / _fastest(run, "step").median_ms for run in beside]
+        (ladder,) = (run for run in counted if run[0].run == shown[run[0].case])
+        rivals = ladder if ladder in beside else beside[-1]
+        (number,) = (number for number, case in CASES.items() if case.name == ladder[0].case)
+        ours, peer, step = _fastest(ladder, "step"), _fastest(rivals, "peer"), _fastest(rivals, "step")
+        other = "" if rivals is ladder else f" beside {step.name} {step.median_ms:.4f} ms in run {step.run}"
         lines.append(
-            f"case {number} bound_ratio={ours.median_ms / bound:.3f} "
-            f"vs_best_peer={peer.median_ms / rival.median_ms:.3f} {named}"
+            f"case {number} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}, run {ours.run}: "
+            f"{ours.name} {ours.median_ms:.4f} ms, bound {bound_ms(ladder):.4f} ms, best peer {peer.name} "
+            f"{peer.median_ms:.4f} ms{other}"
         )
     return lines
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Median, extremes and how many: ``1.087 [1.061 to 1.123, 6 runs]``."""
+    runs = f"{len(ratios)} run{'s' * (len(ratios) > 1)}"
+    return f"{statistics.median(ratios):.3f} [{min(ratios):.3f} to {max(ratios):.3f}, {runs}]"
 
 
 def _fastest(rows: Sequence[Measurement], kind: Kind) -> Measurement:

@@ -44,16 +44,12 @@ def judged() -> str:
 
 
 def speed() -> str:
-    """The runs that the summary reads: a table of every step and peer for each, then its lines.
+    """The runs that stand for the ladder: a table of every step and peer, then the summary's lines.
 
     Raises:
         DataError: if no such run is recorded.
     """
-    ladder, peers = bench.summary_rows(), bench.peer_rows()
-    parts = [*_table(ladder), ""]
-    if peers[0].run != ladder[0].run:
-        parts += ["Runs with more libraries, from another day:", "", *_table(peers), ""]
-    return "\n".join([*parts, "```text", *bench.summary(), "```"])
+    return "\n".join([*_table(bench.summary_rows()), "", "```text", *bench.summary(), "```"])
 
 
 #: What the calls of a run found in the L2 cache.

@@ -316,17 +316,17 @@ def measurements(folder: Path | None = None) -> list[Measurement]:
     return [row for path in sorted(folder.glob("*.csv")) for row in load(path, Measurement)]
 
 
-def newest_run(device: str, name: str, routing: str, folder: Path | None = None) -> list[Measurement]:
-    """The newest recorded run that timed something on a device: all its rows of one routing with a cold cache.
+def newest_runs(device: str, name: str, routing: str, folder: Path | None = None) -> list[Measurement]:
+    """Of each case the newest recorded run that timed something on a device, with one routing and a cold cache.
 
     Args:
         device: part of the device's own name, such as "H200".
-        name: step, file or library that the run must hold.
+        name: step, file or library that the runs must hold.
         routing: name of the routing.
         folder: ``data/measurements`` by default.
 
     Returns:
-        Rows of that run, in the order recorded; empty if there is no such run.
+        All rows of these runs and their case, cases in order; empty if there is no such run.
 
     Raises:
         DataError: for a row that does not fit.
@@ -335,5 +335,5 @@ def newest_run(device: str, name: str, routing: str, folder: Path | None = None)
         row for row in measurements(folder)
         if device in row.device and row.routing == routing and row.cache in COLD
     ]  # fmt: skip
-    runs = [row.run for row in rows if row.name == name]
-    return [row for row in rows if runs and row.run == max(runs)]
+    newest = {row.case: row.run for row in rows if row.name == name}
+    return [row for case in sorted(newest) for row in rows if (row.case, row.run) == (case, newest[case])]

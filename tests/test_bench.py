@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from moe_lab import bench
-from moe_lab.bench import CPU_CASE, Candidate, bound_ms, peer_rows, render, roof_of, summary, summary_rows
+from moe_lab.bench import CPU_CASE, Candidate, bound_ms, render, roof_of, summary, summary_rows
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import ContractError, DataError, SubmissionError
 from moe_lab.inputs import make_inputs
 from moe_lab.peers import PEERS, Peer
 from moe_lab.reference import fused_truth
 from moe_lab.roofline import work
-from moe_lab.steps import find
-from moe_lab.timing import Measurement, measurements, record
+from moe_lab.steps import STEPS, find
+from moe_lab.timing import Measurement, measurements, record, summarise
 
 TINY = Case("tiny", 3, 64, 32, 9)
 #: I below H and above it: the route weight goes to the smaller side.
@@ -120,6 +120,22 @@ def candidate(result):
     return Candidate("peer", "x", None, (lambda: None,), (lambda: result,), 1, 1)
 
 
+def test_a_run_cut_short_keeps_the_cases_that_are_done(monkeypatch, tmp_path):
+    def time_case(case, *rest):
+        if case == CASES[2]:
+            raise KeyboardInterrupt
+        candidate = Candidate("step", "s0_baseline", "aa", (), None, 10, 10)
+        return [(candidate, summarise("s0_baseline", [1.0, 2.0], device="d", cache="cold"), 1e-4)]
+
+    here = bench.backend.detect()
+    monkeypatch.setattr(bench.backend, "prepare", lambda: replace(here, kind="cuda", name="a GPU"))
+    monkeypatch.setattr(bench, "time_case", time_case)
+    monkeypatch.setattr(bench, "render", lambda rows: [])
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(cases=[1, 2, 3], steps=["s0_baseline"], folder=tmp_path, say=lambda line: None)
+    assert [(row.case, row.name, row.median_ms) for row in measurements(tmp_path)] == [("case 1", "s0_baseline", 1.5)]
+
+
 def test_a_wrong_result_is_left_out_with_its_place():
     truth = torch.ones(4, 3)
     assert bench._check(candidate(truth.half()), [truth]) == ""
@@ -178,43 +194,67 @@ def test_the_bound_is_the_larger_of_the_two_roofs():
         bound_ms(rows[-2:])
 
 
-def test_the_summary_takes_the_newest_complete_run_of_each_case(tmp_path):
-    record(rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.60, 0.52), tmp_path)
-    record(rows_of("20260102T000000Z-aaaaaa", CASES[1], 0.42, 0.52), tmp_path)
-    record(rows_of("20260103T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:-1], tmp_path)
-    record(rows_of("20260104T000000Z-aaaaaa", CASES[1], 0.10, 0.50, routing="one_expert"), tmp_path)
-    record(rows_of("20260105T000000Z-aaaaaa", CASES[3], 1.50, 1.73), tmp_path)
-    # Newer, but with a peer or a step less: they do not stand for the ladder.
-    record(
-        rows_of("20260106T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:2]
-        + rows_of("20260106T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[3:],
-        tmp_path,
-    )
-    record(rows_of("20260107T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[1:], tmp_path)
+def test_a_disturbed_roof_does_not_flatter():
+    rows = rows_of("r", CASES[1], 0.42, 0.52)
+    disturbed = [replace(row, median_ms=1.2, high_ms=1.4) if row.name.startswith("large copy") else row for row in rows]
+    assert bound_ms(disturbed) == bound_ms(rows)
+
+
+def test_the_summary_gives_the_median_ratio_over_the_complete_runs_and_its_extremes(tmp_path):
+    for run, ours_ms, peer_ms in (("1", 0.44, 0.55), ("2", 0.42, 0.52), ("3", 0.48, 0.54)):
+        record(rows_of(f"2026010{run}T000000Z-aaaaaa", CASES[1], ours_ms, peer_ms), tmp_path)
+    # Without a roof, with another routing or on another device: none of them counts beside the newest.
+    record(rows_of("20260104T000000Z-aaaaaa", CASES[1], 0.10, 0.50)[:-1], tmp_path)
+    record(rows_of("20260105T000000Z-aaaaaa", CASES[1], 0.10, 0.50, routing="one_expert"), tmp_path)
+    elsewhere = rows_of("20251231T000000Z-aaaaaa", CASES[1], 0.10, 0.50)
+    record([replace(row, device="NVIDIA H100") for row in elsewhere], tmp_path)
+    record(rows_of("20260106T000000Z-aaaaaa", CASES[3], 1.50, 1.73), tmp_path)
+    bound = bound_ms(rows_of("r", CASES[1], 0.42, 0.52))
     first, third = summary(tmp_path)
-    assert first.startswith("case 1 bound_ratio=1.060 vs_best_peer=1.238 ours=h3_best 0.4200 ms")
-    assert third.startswith("case 3 bound_ratio=1.080 vs_best_peer=1.153 ")
-    assert "best peer a library 1.7300 ms, NVIDIA H200, run 20260105T000000Z-aaaaaa" in third
+    assert first.startswith(
+        f"case 1 bound_ratio={0.44 / bound:.3f} [{0.42 / bound:.3f} to {0.48 / bound:.3f}, 3 runs] "
+        f"vs_best_peer={0.52 / 0.42:.3f} [{0.54 / 0.48:.3f} to {0.55 / 0.44:.3f}, 3 runs] NVIDIA H200, "
+    )
+    assert first.endswith(
+        f"run 20260103T000000Z-aaaaaa: h3_best 0.4800 ms, bound {bound:.4f} ms, best peer a library 0.5400 ms"
+    )
+    assert third.startswith("case 3 bound_ratio=1.080 [1.080 to 1.080, 1 run] vs_best_peer=1.153 ")
 
 
-def test_bound_and_best_peer_come_from_the_run_that_can_tell_and_both_are_named(tmp_path):
+def test_a_run_of_fewer_steps_counts_for_the_ratios_and_does_not_stand_for_the_ladder(tmp_path):
+    record(rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.42, 0.52), tmp_path)
+    record(rows_of("20260102T000000Z-bbbbbb", CASES[1], 0.44, 0.52)[1:], tmp_path)
+    assert {row.run for row in summary_rows(tmp_path)} == {"20260101T000000Z-aaaaaa"}
+    assert "2 runs]" in summary(tmp_path)[0]
+
+
+def test_a_run_without_the_recommended_step_does_not_count(tmp_path):
+    old = rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.42, 0.52)
+    best = next(name for name, entry in STEPS.items() if entry.recommended and entry.branch == "hopper")
+    record([replace(row, name=best) if row.name == "h3_best" else row for row in old], tmp_path)
+    record(rows_of("20260102T000000Z-bbbbbb", CASES[1], 0.10, 0.52), tmp_path)
+    (line,) = summary(tmp_path)
+    assert f"bound_ratio={0.42 / bound_ms(old):.3f} [" in line and "1 run]" in line
+    assert {row.run for row in summary_rows(tmp_path)} == {"20260101T000000Z-aaaaaa"}
+
+
+def test_the_best_peer_is_the_fastest_known_even_beside_an_older_step_which_is_named(tmp_path):
     old = rows_of("20260101T000000Z-aaaaaa", CASES[1], 0.50, 0.60)
     library = next(row for row in old if row.kind == "peer")
     record([*old, replace(library, name="a faster library", median_ms=0.55, low_ms=0.55, high_ms=0.55)], tmp_path)
-    step = next(row for row in old if row.kind == "step")
+    best = next(name for name, entry in STEPS.items() if entry.recommended and entry.branch == "hopper")
     new = rows_of("20260102T000000Z-bbbbbb", CASES[1], 0.44, 0.60)
-    record([*new, replace(step, run=new[0].run, name="h4_more")], tmp_path)
+    record([replace(row, name=best) if row.name == "h3_best" else row for row in new], tmp_path)
     assert {row.run for row in summary_rows(tmp_path)} == {"20260102T000000Z-bbbbbb"}
-    assert {row.run for row in peer_rows(tmp_path)} == {"20260101T000000Z-aaaaaa"}
     (line,) = summary(tmp_path)
-    assert line.startswith(f"case 1 bound_ratio={0.44 / bound_ms(new):.3f} vs_best_peer={0.55 / 0.50:.3f} ")
-    assert "run 20260102T000000Z-bbbbbb; best peer a faster library 0.5500 ms beside h3_best 0.5000 ms" in line
-    assert line.endswith("run 20260101T000000Z-aaaaaa")
+    assert line.startswith(f"case 1 bound_ratio={0.44 / bound_ms(new):.3f} [")
+    assert f" vs_best_peer={0.55 / 0.50:.3f} [" in line
+    assert line.endswith("best peer a faster library 0.5500 ms beside h3_best 0.5000 ms in run 20260101T000000Z-aaaaaa")
 
 
 def test_lines_are_aligned_fastest_first_with_the_bound(recorded):
     lines = render(rows_of("r", CASES[1], 0.42, 0.52))
     assert [line.split()[0] for line in lines[2:5]] == ["h3_best", "a", "s0_baseline"]
     assert "1.06" in lines[2]
-    assert lines[-1].startswith("bound from the roofs above")
+    assert lines[-1].startswith("bound, roofs at their fast ends")
     assert len({line.index("-") for line in lines[2:5]}) == 1

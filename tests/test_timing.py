@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lab.errors import ContractError, DataError
-from moe_lab.timing import Measurement, interleave, measurements, new_run, newest_run, record, speedup, summarise
+from moe_lab.timing import Measurement, interleave, measurements, new_run, newest_runs, record, speedup, summarise
 
 ROW = Measurement(
     run="20260101T000000Z-abc123", recorded_at="2026-01-01T00:00:00+00:00", device="NVIDIA H200", driver="1.2",
@@ -140,7 +140,7 @@ def test_the_recorded_measurements_of_this_checkout_can_be_read():
     assert all(row.device and row.versions for row in rows)
 
 
-def test_the_newest_run_that_timed_a_step_on_a_device_is_found(tmp_path):
+def test_the_newest_run_of_each_case_that_timed_a_step_on_a_device_is_found(tmp_path):
     def row(run, **changes):
         return replace(ROW, **{"run": run, "routing": "even", **changes})
 
@@ -150,9 +150,11 @@ def test_the_newest_run_that_timed_a_step_on_a_device_is_found(tmp_path):
         [row("3", name="base", device="Another")],
         [row("4", name="base", routing="odd")],
         [row("5", name="base", cache="warm")],
+        [row("6", name="base", case="case 3"), row("6", name="third", case="case 2")],
     ]
     for rows in runs:
         record(rows, tmp_path)
-    assert [found.name for found in newest_run("H200", "base", "even", tmp_path)] == ["base", "other"]
-    assert [found.run for found in newest_run("H200", "other", "even", tmp_path)] == ["2"]
-    assert newest_run("H200", "missing", "even", tmp_path) == []
+    assert [found.name for found in newest_runs("H200", "base", "even", tmp_path)] == ["base", "other", "base"]
+    assert [found.run for found in newest_runs("H200", "base", "even", tmp_path)] == ["1", "1", "6"]
+    assert [found.run for found in newest_runs("H200", "other", "even", tmp_path)] == ["2"]
+    assert newest_runs("H200", "missing", "even", tmp_path) == []
