@@ -435,7 +435,8 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
     rows: list[Measurement] = []
     for runs in _runs_of_cases(folder):
         counted, rival = _most_recommended(runs), _fastest_peer(runs)
-        rows += max(counted, key=lambda run: (_names(run, "peer").count(rival), len(_names(run, "step")), run[0].run))
+        held = [(rival in _names(run, "peer"), len(_names(run, "step")), run[0].run) for run in counted]
+        rows += counted[held.index(max(held))]
     return rows
 
 

@@ -234,7 +234,8 @@ def test_a_run_without_the_recommended_step_does_not_count(tmp_path):
     record([replace(row, name=best) if row.name == "h3_best" else row for row in old], tmp_path)
     record(rows_of("20260102T000000Z-bbbbbb", CASES[1], 0.10, 0.52), tmp_path)
     (line,) = summary(tmp_path)
-    assert f"bound_ratio={0.42 / bound_ms(old):.3f} [" in line and "1 run]" in line
+    assert f"bound_ratio={0.42 / bound_ms(old):.3f} [" in line
+    assert "1 run]" in line
     assert {row.run for row in summary_rows(tmp_path)} == {"20260101T000000Z-aaaaaa"}
 
 
