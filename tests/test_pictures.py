@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from moe_lab import pictures
 from moe_lab.errors import ContractError
@@ -87,3 +92,62 @@ def test_memories_are_drawn_to_one_scale() -> None:
     assert widths[1] == 32
     assert widths[2:] == [16, 8]
     assert "small, 16 KiB" in _texts(axes)
+    assert "a: 32 KiB" not in _texts(axes)
+    assert "a\n32 KiB" in _texts(axes)
+
+
+def test_what_is_too_thin_for_its_name_is_named_below() -> None:
+    places = {"registers": ({"gate": 64 * 1024, "scale": 1024, "bias": 2048}, 512 * 1024)}
+    (axes,) = pictures.memories(places).axes
+    assert "gate\n64 KiB" in _texts(axes)
+    assert "scale: 1 KiB, bias: 2 KiB" in _texts(axes)
+
+
+def test_numbers_of_a_heat_map_are_no_powers_of_ten() -> None:
+    (axes,) = pictures.heat_maps({"x": [[1234.5, 131072.0]]}, [[True, True]], ("N", (1,)), ("K", (1, 2))).axes
+    assert _texts(axes) == ["1234", "131072"]
+
+
+SIDES = (16, 32, 64, 128, 256, 512)
+ONE_EACH = list(range(8))
+AWKWARD = {
+    "one token an expert": lambda: pictures.problem(ONE_EACH, GroupedLayout.from_choices(ONE_EACH, 8, block=1)),
+    "much padding": lambda: pictures.problem(ONE_EACH, GroupedLayout.from_choices(ONE_EACH, 8, block=3)),
+    "one row": lambda: pictures.index_spaces(GroupedLayout((1,), block=1)),
+    "small groups": lambda: pictures.index_spaces(GroupedLayout((1, 2, 3, 1, 2, 1, 8, 2), block=2)),
+    "52 rows": lambda: pictures.index_spaces(GroupedLayout((1, 12, 3, 11, 2, 1, 8, 2), block=4)),
+    "120 rows": lambda: pictures.index_spaces(GroupedLayout((20, 20, 40, 40), block=20)),
+    "32 steps": lambda: pictures.tile_walk(128, 128, 512, 16, 7),
+    "128 steps": lambda: pictures.tile_walk(128, 128, 2048, 16, 7),
+    "a flat tile": lambda: pictures.tile_walk(32, 16, 512, 64, 7),
+    "two steps": lambda: pictures.tile_walk(128, 256, 128, 64, 1),
+    "16 waves": lambda: pictures.waves_of_gemm(128, 128, 32, 2, 8),
+    "waves in a column": lambda: pictures.waves_of_gemm(128, 128, 64, 8, 1),
+    "64 columns of blocks": lambda: pictures.blocks(GroupedLayout((142, 0, 100)), 8192, 128, chosen=(1, 40)),
+    "one block": lambda: pictures.blocks(GroupedLayout((5,)), 128, 128, chosen=(0, 0)),
+    "32 rows of blocks": lambda: pictures.blocks(GroupedLayout((142,) * 16), 2048, 128),
+    "H above I": lambda: pictures.two_stages(7168, 2048, 128),
+    "I above H": lambda: pictures.two_stages(2048, 8192, 128),
+    "three maps": lambda: pictures.heat_maps(
+        {name: [[n * k * scale for k in SIDES] for n in SIDES] for name, scale in (("a", 1e-3), ("b", 0.1), ("c", 1))},
+        [[n * k < 9000 for k in SIDES] for n in SIDES], ("N", SIDES), ("K", SIDES),
+    ),
+    "memories of all sizes": lambda: pictures.memories(
+        {"global memory": ({"weights": 2**26, "tokens": 2**20}, None), "shared": ({"a": 9, "b": 99}, 2**16)}
+    ),
+    "thin buffers": lambda: pictures.memories(
+        {"registers of a processor": ({f"buffer_{number}": 2048 * number for number in range(1, 13)}, 2**19)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", AWKWARD.values(), ids=AWKWARD.keys())
+def test_no_text_lies_on_another_or_widens_the_page(draw) -> None:
+    figure = draw()
+    FigureCanvasAgg(figure)
+    figure.savefig(io.BytesIO(), format="png")
+    for axes in figure.axes:
+        boxes = [(text.get_text(), Text.get_window_extent(text)) for text in axes.texts if text.get_text()]
+        assert [(a, b) for (a, one), (b, two) in itertools.combinations(boxes, 2) if one.overlaps(two)] == []
+    assert figure.get_tightbbox().width <= 9.1
+    assert all(text.get_fontsize() >= 7 for axes in figure.axes for text in axes.texts)
