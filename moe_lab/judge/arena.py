@@ -8,6 +8,7 @@ byte: what changed outside ``out`` was edited, whatever the worker says about it
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import mmap
 import os
@@ -18,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from moe_lab.contract import ARGUMENTS, BLOCK_TOKEN
 from moe_lab.errors import BackendError
 
-_PREFIX = "moe_lab_judge_"
+#: Not the name that earlier versions gave folders without a lock.
+_PREFIX = "moe_lab_held_"
 _PAGE = 4096
 _GUARD_SEED = 20261129
 #: The arguments that have one slab for each expert.
@@ -333,10 +334,11 @@ def unpin(buffer: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
-def private_folder(size_bytes: int) -> Path:
-    """A new folder that only this user can enter, in memory if there is room.
+@contextlib.contextmanager
+def private_folder(size_bytes: int) -> Iterator[Path]:
+    """A new folder that only this user can enter, in memory if there is room; removed at the end.
 
-    Folders of judges that were killed before they could clean up are removed on the way.
+    Folders of processes that were killed before they could clean up are removed on the way.
 
     Args:
         size_bytes: what will be written to it.
@@ -349,18 +351,53 @@ def private_folder(size_bytes: int) -> Path:
             _remove_orphans(base)
         # Twice the need: shared memory that runs full ends in a bus error, not in an exception.
         if base.is_dir() and os.access(base, os.W_OK) and shutil.disk_usage(base).free > 2 * size_bytes:
-            return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=base))
-    raise BackendError(
-        f"got no file system with {2 * size_bytes / 2**30:.1f} GiB free, expected /dev/shm or {tempfile.gettempdir()} "
-        "to hold the arguments of a call; free some space or set TMPDIR"
-    )
+            break
+    else:
+        raise BackendError(
+            f"got no file system with {2 * size_bytes / 2**30:.1f} GiB free, expected /dev/shm or "
+            f"{tempfile.gettempdir()} to hold the arguments of a call; free some space or set TMPDIR"
+        )
+    folder, lock = _locked_folder(base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(base: Path) -> tuple[Path, int]:
+    """A new folder, and the open file that holds a lock on it as long as this process lives."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=base))
+        # Another process may come between the folder and the lock, and remove it; then here is another one.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            # A file system without locks also shows nobody a free one, so nobody removes the folder there.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
 
 
 def _remove_orphans(base: Path) -> None:
-    for folder in base.glob(f"{_PREFIX}*_*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("_")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove this user's folders that no process holds a lock on.
+
+    A lock says it of every process that sees the folder, those of another container too, where a process id does not.
+    """
+    for folder in base.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)
 
 
 def _pages(size_bytes: int) -> int:

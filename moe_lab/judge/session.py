@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -126,7 +125,8 @@ class Session:
             BackendError: if the worker itself does not start.
         """
         mapped = [group.size_bytes for group in self._groups if not self._windowed(group)]
-        self._folder = private_folder(max(mapped, default=0) + _WINDOW_BYTES)
+        self._held = private_folder(max(mapped, default=0) + _WINDOW_BYTES)
+        self._folder = self._held.__enter__()
         try:
             if len(mapped) < len(self._groups):
                 with (self._folder / "window").open("wb") as file:
@@ -154,7 +154,7 @@ class Session:
             self.log = self._worker.log
         if self._pinned and self._window is not None:
             unpin(self._window)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.__exit__(None, None, None)
 
     def calls(self, group: Group) -> Iterator[Made]:
         """Make the calls of a group, one for each step of the iterator.

@@ -1,5 +1,6 @@
 """The process of a submission: signed messages, bounded output, and nothing left behind."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -212,17 +214,66 @@ def test_guard_bands_behind_a_window(where: str, offset: int, distance: int) -> 
     assert (edit.where, edit.first, edit.count) == (where, distance, 2)
 
 
-def test_folders_of_killed_judges_are_removed() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", "from moe_lab.judge.arena import private_folder; print(private_folder(1))"],
-        capture_output=True, text=True, check=True,
+def start_holder() -> tuple[subprocess.Popen[str], Path]:
+    """A process that holds a folder until it is killed."""
+    code = (
+        "from moe_lab.judge.arena import private_folder\n"
+        "held = private_folder(1); print(held.__enter__(), flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
-    orphan = Path(child.stdout.strip())
-    assert orphan.is_dir()
-    ours = private_folder(1)
-    assert ours.stat().st_mode & 0o777 == 0o700
-    assert not orphan.exists()
-    ours.rmdir()
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay() -> None:
+    process, folder = start_holder()
+    # Another container sees the folder under the number of a process that it does not know.
+    held = folder.rename(folder.with_name(folder.name.replace(f"_{process.pid}_", "_4194305_")))
+    foreign = held.with_name(f"moe_lab_held_link_{process.pid}")
+    foreign.symlink_to(held)
+    try:
+        with private_folder(1) as first, private_folder(1) as second:
+            assert first.stat().st_mode & 0o777 == 0o700
+            assert first.is_dir()
+            assert second.is_dir()
+            assert held.is_dir()
+        assert not first.exists()
+        process.kill()
+        process.wait()
+        with private_folder(1):
+            assert not held.exists()
+        assert foreign.is_symlink()
+    finally:
+        foreign.unlink()
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[Path] = []
+    lock_for_real = fcntl.flock
+
+    def make(**options: Any) -> str:
+        made.append(tmp_path / str(len(made)))
+        if len(made) > 1:
+            made[-1].mkdir()
+        return str(made[-1])
+
+    def lock(file: int, operation: int) -> None:
+        # Whoever looks for orphans does not wait for a lock.
+        if operation == fcntl.LOCK_EX and len(made) == 2:
+            made[1].rmdir()
+        lock_for_real(file, operation)
+
+    monkeypatch.setattr("tempfile.mkdtemp", make)
+    monkeypatch.setattr("fcntl.flock", lock)
+    with private_folder(1) as folder:
+        assert folder == tmp_path / "2"
+    assert list(tmp_path.iterdir()) == []
 
 
 def start_judge() -> tuple[subprocess.Popen[str], int]:
@@ -257,7 +308,7 @@ def gone(pid: int) -> bool:
 
 
 def folders_of(pid: int) -> list[Path]:
-    return [path for base in (Path("/dev/shm"), Path("/tmp")) for path in base.glob(f"moe_lab_judge_{pid}_*")]
+    return [path for base in (Path("/dev/shm"), Path("/tmp")) for path in base.glob(f"moe_lab_held_{pid}_*")]
 
 
 def test_ctrl_c_leaves_nothing_behind() -> None:
