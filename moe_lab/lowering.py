@@ -17,6 +17,8 @@ import importlib
 import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,56 @@ TARGETS: dict[str, dict[str, str]] = {
     "cpu": {"kind": "c"},
 }
 
+#: How TileLang refuses what only some targets have: a pattern, the thing in words, and the targets that have it. There
+#: the same refusal has another reason, so it is shown as it is.
+_REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("TMA atomic.?add", "atomic additions by the Tensor Memory Accelerator (TMA)", ("sm_90a",)),
+    ("requires TMA-capable|descriptor-based TMA", "copies by the Tensor Memory Accelerator (TMA)", ("sm_90a",)),
+    ("cluster-copy support", "copies between the blocks of a cluster", ("sm_90a",)),
+    ("`cluster_dims` is not supported", "clusters of blocks", ("sm_80", "sm_90a")),
+    ("requires Hopper WGMMA", "matrix products of a warpgroup (WGMMA)", ("sm_90a",)),
+    ("requires Blackwell", "Blackwell's matrix products (tcgen05)", ()),
+    (r"T\.alloc_barrier\(\) requires sm_90", "barriers of T.alloc_barrier", ("sm_90a",)),
+    ("PDL is not supported", "programmatic dependent launches (PDL)", ("sm_90a",)),
+    (r"Unresolved call ir\.Op\(.*?name=\"tl\.(\w+)\"", r"the operation \1", ()),
+)
+
 _MARK = "moe_lab lowered "
+#: A compiler may say the whole kernel.
+_MESSAGE_CHARS = 20_000
+
+
+class LoweringError(BackendError):
+    """A submission that did not lower.
+
+    Attributes:
+        name: of the submission.
+        target: key of :data:`TARGETS`.
+        feature: what it uses and TileLang does not have for the target, in words; None if that is not the reason.
+        said: the first line of what came instead of kernels.
+        message: all of it, at most 20000 characters.
+    """
+
+    def __init__(self, name: str, target: str, said: str, message: str | None = None) -> None:
+        """Find the words for a well-known refusal."""
+        self.name, self.target, self.said, self.message = name, target, said, message or said
+        self.feature = _feature(said, target)
+        known = f"{name} uses {self.feature}, which TileLang does not have for {target}"
+        super().__init__(known if self.feature else f"{name} for {target}: {said}")
+
+
+def _feature(said: str, target: str) -> str | None:
+    """What a refusal is about, in words.
+
+    >>> _feature("InternalError: T.wgmma_gemm() requires Hopper WGMMA lowering, but ...", "sm_80")
+    'matrix products of a warpgroup (WGMMA)'
+    >>> _feature("ValueError: got 3, expected 4", "sm_80")
+    """
+    for pattern, words, targets in _REFUSALS:
+        found = re.search(pattern, said)
+        if found and target not in targets:
+            return found.expand(words)
+    return None
 
 
 @dataclass(frozen=True)
@@ -102,23 +153,25 @@ def lower(
         The kernels in the order of their launch.
 
     Raises:
-        BackendError: if the submission or TileLang fails; the message holds TileLang's reason.
+        LoweringError: if the submission or TileLang fails; it holds TileLang's reason.
     """
     (result,) = lower_many([Lowering(submission, case, target, num_padded_rows)])
-    if isinstance(result, BackendError):
+    if isinstance(result, LoweringError):
         raise result
     return result
 
 
 def lower_many(
-    lowerings: Sequence[Lowering], *, python: str | os.PathLike[str] | None = None, timeout_s: float = 600
-) -> list[list[LoweredKernel] | BackendError]:
+    lowerings: Sequence[Lowering], *, python: str | os.PathLike[str] | None = None, timeout_s: float = 600,
+    folder: str | os.PathLike[str] | None = None,
+) -> list[list[LoweredKernel] | LoweringError]:  # fmt: skip
     """Lower many in one child process, because starting TileLang takes longer than lowering.
 
     Args:
         lowerings: what to lower.
         python: interpreter of another environment, to lower with the TileLang that is installed there.
         timeout_s: seconds for all of them together.
+        folder: where temporary files go; by default where the system keeps them.
 
     Returns:
         For each its kernels, or the error that it ended with.
@@ -126,24 +179,29 @@ def lower_many(
     Raises:
         BackendError: if the time is over or the child cannot start at all.
     """
-    results: list[list[LoweredKernel] | BackendError] = []
+    results: list[list[LoweredKernel] | LoweringError] = []
     while len(results) < len(lowerings):
         # What a name means on a CPU stays so in its process: no other target may share it.
         _, group = next(itertools.groupby(lowerings[len(results) :], key=lambda item: item.target == "cpu"))
         rest = list(group)
-        answers, ending = _ask_child(rest, python or sys.executable, timeout_s)
+        # The child may be killed: its folder is ours to remove.
+        with tempfile.TemporaryDirectory(prefix="moe_lab_lowering_", dir=folder, ignore_cleanup_errors=True) as scratch:
+            answers, ending, printed = _ask_child(rest, python or sys.executable, timeout_s, scratch)
         results += answers
         if len(answers) < len(rest):
             # The child died over this one; a new child goes on with the next.
             if not results and "No module named" in ending:
                 raise BackendError(f"{python or sys.executable} cannot lower: {ending}")
-            results.append(BackendError(f"{rest[len(answers)].submission.name}: TileLang ended its process: {ending}"))
+            item = rest[len(answers)]
+            said = f"the compiler's process ended: {ending}"
+            results.append(LoweringError(item.submission.name, item.target, said, f"{said}\n{printed}"))
     return results
 
 
 def _ask_child(
-    lowerings: Sequence[Lowering], python: str | os.PathLike[str], timeout_s: float
-) -> tuple[list[list[LoweredKernel] | BackendError], str]:
+    lowerings: Sequence[Lowering], python: str | os.PathLike[str], timeout_s: float, scratch: str
+) -> tuple[list[list[LoweredKernel] | LoweringError], str, str]:
+    """The answers, how the child ended, and the last it printed."""
     requests = "".join(
         json.dumps(
             {
@@ -159,26 +217,33 @@ def _ask_child(
     root = str(Path(__file__).resolve().parent.parent)
     environment = {key: value for key, value in os.environ.items() if key != "TILELANG_DEFAULT_TARGET"}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, environment.get("PYTHONPATH", "")) if part)
-    environment["TILELANG_PRINT_ON_COMPILATION"] = "0"
+    environment |= {"TILELANG_PRINT_ON_COMPILATION": "0", "TMPDIR": scratch}
     try:
         done = subprocess.run(
-            [str(python), "-m", "moe_lab.lowering"], input=requests, capture_output=True, text=True, check=False,
-            timeout=timeout_s, env=environment,
+            [str(python), "-m", "moe_lab.lowering"], input=requests, capture_output=True, encoding="utf-8",
+            errors="replace", check=False, timeout=timeout_s, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise BackendError(f"got no answer in {timeout_s:.0f} s for {len(lowerings)} lowerings") from None
     except OSError as error:
         raise BackendError(f"got python={python}, expected an interpreter that can be run ({error.strerror})") from None
-    answers: list[list[LoweredKernel] | BackendError] = []
+    answers: list[list[LoweredKernel] | LoweringError] = []
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             answer = json.loads(line[len(_MARK) :])
-            if "error" in answer:
-                answers.append(BackendError(answer["error"]))
+            if "said" in answer:
+                item = lowerings[len(answers)]
+                answers.append(LoweringError(item.submission.name, item.target, answer["said"], answer["message"]))
             else:
                 answers.append([LoweredKernel(**{**item, "grid": tuple(item["grid"])}) for item in answer["kernels"]])
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return answers, lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode < 0:
+        # What a compiler prints then are the addresses of its own code.
+        ending = f"signal {-done.returncode} ({signal.strsignal(-done.returncode)})"
+    else:
+        # An exception that nobody catches ends Python with 1, and its text is the last line.
+        ending = lines[-1].strip() if lines and done.returncode == 1 else f"exit code {done.returncode}"
+    return answers, ending, done.stderr[-_MESSAGE_CHARS:]
 
 
 def _sizes(item: Lowering) -> dict[str, int]:
@@ -210,11 +275,24 @@ def _answer_requests() -> None:
         try:
             answer: dict[str, Any] = {"kernels": [asdict(kernel) for kernel in _lower_here(**request)]}
         # Anything can come out of a stranger's file and of a compiler; it belongs to this request only.
-        except Exception as error:  # noqa: BLE001
-            reason = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-            answer = {"error": f"{request['name']} for {request['target']}: {type(error).__name__}: {reason.strip()}"}
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            answer = _refusal(error, request["name"])
         answers.write(_MARK + json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _refusal(error: BaseException, name: str) -> dict[str, str]:
+    """What an error says, in a line and in full."""
+    kind = type(error).__name__
+    try:
+        text = str(error).encode("utf-8", "replace").decode()
+    # A stranger's error may not even have a text.
+    except Exception:  # noqa: BLE001
+        text = ""
+    # The file lay in a folder of ours that nobody can look at any more.
+    text = re.sub(r"[^\s\"']*/moe_lab_\w+/submission\.py", lambda found: name, text).strip()[:_MESSAGE_CHARS]
+    first = text.partition("\n")[0].strip()
+    return {"said": f"{kind}: {first}" if first else kind, "message": f"{kind}: {text}" if text else kind}
 
 
 def _lower_here(source: str, name: str, target: str, sizes: dict[str, int]) -> list[LoweredKernel]:

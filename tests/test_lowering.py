@@ -1,10 +1,11 @@
 import sys
+from pathlib import Path
 
 import pytest
 
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import BackendError
-from moe_lab.lowering import Lowering, lower, lower_many
+from moe_lab.lowering import Lowering, LoweringError, lower, lower_many
 from moe_lab.steps import step
 from moe_lab.submission import Submission
 
@@ -61,11 +62,123 @@ def test_many_in_one_child_each_with_its_answer_or_its_error() -> None:
     assert fourth[0].shared_bytes == 65536
     assert vendors != first
     assert [kernel.shared_bytes for kernel in vendors] == [65536, 32768]
-    assert "broken.py for sm_80" in str(broken_error)
+    assert str(broken_error).startswith("broken.py for sm_80: ")
     assert "no_such_name" in str(broken_error)
-    assert "deadly.py: TileLang ended its process" in str(deadly_error)
+    assert str(deadly_error) == "deadly.py for sm_80: the compiler's process ended: exit code 7"
     assert "launches no kernel" in str(idle_error)
     assert all("\n" not in str(error) for error in (broken_error, deadly_error, idle_error))
+
+
+#: One kernel whose tiles come and go; LINE uses something that not every target has.
+KERNEL = """
+import tilelang
+import tilelang.language as T
+
+
+@tilelang.jit(pass_configs={tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True})
+def build(num_experts, hidden, intermediate, rows):
+    @T.prim_func
+    def main(
+        tokens: T.Tensor((rows, hidden), "float16"),
+        weights: T.Tensor((num_experts, intermediate, hidden), "float16"),
+        out: T.Tensor((rows, hidden), "float16"),
+    ):
+        with T.Kernel(rows // 128, threads=128) as bx:
+            a = T.alloc_shared((128, 64), "float16")
+            b = T.alloc_shared((128, 64), "float16")
+            sums = T.alloc_fragment((128, 128), "float32")
+            T.clear(sums)
+            T.copy(tokens[bx * 128, 0], a)
+            T.copy(weights[0, 0, 0], b)
+            LINE
+            T.gemm(a, b, sums, transpose_B=True)
+            T.copy(a, out[bx * 128, 0])
+
+    return main
+
+
+def run_kernel(stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weights, group_sizes, group_offsets,
+               group_padded_offsets, group_idx_for_bx, out):
+    num_experts, intermediate, hidden = gate_w.shape
+    build(num_experts, hidden, intermediate, out.shape[0])(stacked_expert_tokens, gate_w, out)
+"""
+BARRIER = "bar = T.alloc_barrier([1])"
+HOPPER_ONLY = {
+    "load": (f"{BARRIER}; T.tma_copy(weights[0, 0:128, 0:64], b, barrier=bar[0])", "copies by the Tensor Memory"),
+    "store": ("T.tma_copy(b, out[bx * 128 : bx * 128 + 128, 0:64])", "copies by the Tensor Memory"),
+    "preferred": (
+        'T.copy(weights[0, 0:128, 0:64], b, prefer_instruction="tma")', "copies by the Tensor Memory",
+    ),
+    "added": ("T.atomic_add(out[bx * 128 : bx * 128 + 128, 0:64], b, use_tma=True)", "atomic additions by the Tensor"),
+    "cluster": ("T.copy_cluster(a, b, dst_block=1)", "copies between the blocks of a cluster"),
+    "product": ("T.wgmma_gemm(a, b, sums, transpose_B=True)", "matrix products of a warpgroup (WGMMA)"),
+    "barrier": (f"{BARRIER}; T.barrier_arrive(bar[0]); T.barrier_wait(bar[0], 0)", "barriers of T.alloc_barrier"),
+    "launch": ("T.pdl_sync()", "programmatic dependent launches (PDL)"),
+}  # fmt: skip
+
+
+def with_line(name: str, line: str) -> Submission:
+    return Submission(KERNEL.replace("LINE", line.replace("; ", "\n            ")), f"{name}.py")
+
+
+def test_what_only_a_hopper_has_is_said_in_words() -> None:
+    files = [with_line(name, line) for name, (line, _) in HOPPER_ONLY.items()]
+    answers = lower_many([Lowering(item, SMALL, target) for target in ("sm_80", "sm_90a") for item in files])
+    for item, (_, words), answer, other in zip(
+        files, HOPPER_ONLY.values(), answers[: len(files)], answers[len(files) :], strict=True
+    ):
+        assert isinstance(answer, LoweringError), item.name
+        assert str(answer).startswith(f"{item.name} uses {words}"), str(answer)
+        assert str(answer).endswith(", which TileLang does not have for sm_80")
+        # All that the compiler said is kept, about the file and not about its copy.
+        assert answer.said in answer.message
+        assert "/moe_lab_" not in answer.message
+        assert not isinstance(other, LoweringError), str(other)
+
+
+def test_other_devices_lack_other_things() -> None:
+    registers = with_line("registers", "T.set_max_nreg(232, 1)")
+    blackwell = with_line(
+        "blackwell",
+        f"{BARRIER}; there = T.alloc_tmem((128, 128), 'float32'); "
+        "T.tcgen05_gemm(a, b, there, transpose_B=True, mbar=bar[0])",
+    )
+    asked = [Lowering(registers, SMALL, "gfx90a"), Lowering(blackwell, SMALL, "sm_90a")]
+    assert [str(answer) for answer in lower_many(asked)] == [
+        "registers.py uses the operation set_max_nreg, which TileLang does not have for gfx90a",
+        "blackwell.py uses Blackwell's matrix products (tcgen05), which TileLang does not have for sm_90a",
+    ]
+
+
+def test_a_target_that_has_it_refuses_for_another_reason() -> None:
+    said = "InternalError: T.wgmma_gemm() requires Hopper WGMMA lowering, but constraints were not satisfied."
+    assert LoweringError("a.py", "sm_80", said).feature == "matrix products of a warpgroup (WGMMA)"
+    other = LoweringError("a.py", "sm_90a", said)
+    assert (other.feature, str(other)) == (None, f"a.py for sm_90a: {said}")
+
+
+def test_children_that_are_killed_leave_no_folder(tmp_path: Path) -> None:
+    killed = Submission("import os\nos.kill(os.getpid(), 9)\n", "killed.py")
+    (error,) = lower_many([Lowering(killed, SMALL)], folder=tmp_path)
+    assert str(error) == "killed.py for sm_80: the compiler's process ended: signal 9 (Killed)"
+    assert list(tmp_path.iterdir()) == []
+    endless = Submission(f"open({str(tmp_path / 'begun')!r}, 'w')\nwhile True:\n    pass\n", "endless.py")
+    with pytest.raises(BackendError, match="got no answer in 15 s for 1 lowerings"):
+        lower_many([Lowering(endless, SMALL)], folder=tmp_path, timeout_s=15)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+
+
+def test_an_error_without_a_text_is_named() -> None:
+    silent = Submission(
+        "class Silent(Exception):\n    def __str__(self):\n        raise self\n\ndef run_kernel(*args):\n"
+        "    raise Silent\n", "silent.py",
+    )  # fmt: skip
+    half = Submission("def run_kernel(*args):\n    raise ValueError('\\ud800\\nsecond line')\n", "half.py")
+    without, broken = lower_many([Lowering(silent, SMALL), Lowering(half, SMALL)])
+    assert str(without) == "silent.py for sm_80: Silent"
+    assert isinstance(broken, LoweringError)
+    assert str(broken) == "half.py for sm_80: ValueError: ?"
+    assert broken.message == "ValueError: ?\nsecond line"
 
 
 def test_host_code_is_told_whether_a_gpu_is_meant() -> None:

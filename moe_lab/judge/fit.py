@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from moe_lab import devices, tiles
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import MoeLabError
-from moe_lab.lowering import LoweredKernel, Lowering, lower_many
+from moe_lab.judge.arena import private_folder
+from moe_lab.lowering import LoweredKernel, Lowering, LoweringError, lower_many
 from moe_lab.submission import Submission
 
 _DEVICE = "c500"
@@ -15,6 +17,9 @@ _DEVICE = "c500"
 #: reported to, and does no warp specialisation.
 _STAND_IN = "sm_80"
 _TIMEOUT_S = 120.0
+#: The file's text, and what a compiler writes beside it.
+_SCRATCH_BYTES = 16 << 20
+_SAID_CHARS = 240
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class FitResult:
     Attributes:
         lines: one sentence for each case.
         problems: sentences about what does not fit; empty if everything known fits.
-        unknown: what could not be told, one sentence each.
+        unknown: what could not be told and why, one clause each.
+        messages: what the compiler said about that, in full and each once.
     """
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
     unknown: tuple[str, ...]
+    messages: tuple[str, ...] = ()
 
 
 def c500_fit(submission: Submission) -> FitResult:
@@ -40,27 +47,37 @@ def c500_fit(submission: Submission) -> FitResult:
     Args:
         submission: what to lower.
     """
-    problems: list[str] = []
-    unknown: list[str] = []
     alike = _alike(submission)
     try:
-        answers = lower_many([Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike], timeout_s=_TIMEOUT_S)
+        with private_folder(_SCRATCH_BYTES) as folder:
+            asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
+            answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=folder)
     except MoeLabError as error:
         return FitResult((), (), (f"resources on a C500: {error}",))
+    # What is equal for several cases is said once.
     found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
+    unknown: dict[str, list[str]] = {}
+    messages: dict[str, None] = {}
     for (cases, registers), answer in zip(alike, answers, strict=True):
         names = [case.name for case in cases]
-        if isinstance(answer, MoeLabError):
-            unknown.append(f"resources on a C500, {', '.join(names)}: {answer}")
+        if isinstance(answer, LoweringError):
+            unknown.setdefault(_why(answer), []).extend(names)
+            messages.setdefault(answer.message)
             continue
         parts = []
         for number, kernel in enumerate(answer):
             held = registers[number] if len(registers) == len(answer) else None
-            problems += [f"{', '.join(names)}, launch {number + 1}: {reason}" for reason in _reasons(kernel)]
+            for reason in _reasons(kernel):
+                problems.setdefault(f"launch {number + 1}: {reason}", []).extend(names)
             parts.append(f"launch {number + 1} {_sentence(kernel, held)}")
         found.setdefault("; ".join(parts), []).extend(names)
-    lines = tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in found.items())
-    return FitResult(lines, tuple(problems), tuple(unknown))
+    return FitResult(
+        tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in found.items()),
+        tuple(f"{', '.join(names)}, {text}" for text, names in problems.items()),
+        tuple(f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in unknown.items()),
+        tuple(messages),
+    )
 
 
 def _alike(submission: Submission) -> list[tuple[list[Case], list[int | None]]]:
@@ -80,6 +97,15 @@ def _alike(submission: Submission) -> list[tuple[list[Case], list[int | None]]]:
         cases, _ = groups.setdefault(figures if known else case, ([], [registers for _, _, registers in figures]))
         cases.append(case)
     return list(groups.values())
+
+
+def _why(error: LoweringError) -> str:
+    """Why a case could not be lowered, for people."""
+    target = f"{error.target}, the stand-in for the C500"
+    if error.feature:
+        return f"{error.name} uses {error.feature}, which TileLang does not have for {target}"
+    said = textwrap.shorten(error.said, _SAID_CHARS, placeholder=" ... (the JSON report holds all of it)")
+    return f"{error.name} cannot be lowered for {target}: {said}"
 
 
 def _reasons(kernel: LoweredKernel) -> list[str]:

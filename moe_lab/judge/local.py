@@ -263,6 +263,7 @@ class _Run:
         fit = self._fit.result() if self._fit else c500_fit(submission)
         self._report.fit = list(fit.lines)
         self._report.not_measured += fit.unknown
+        self._report.compiler_messages = list(fit.messages)
         if fit.problems and self._report.profile == "contest":
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
         self._report.fit += [f"does not fit: {problem}" for problem in fit.problems]

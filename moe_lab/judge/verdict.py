@@ -217,6 +217,7 @@ class Report(_Strict):
         timing: one entry for each contest case; empty without a GPU.
         score: contest points, only from times measured on a C500.
         not_measured: what this run does not tell.
+        compiler_messages: what TileLang said where a C500's resources could not be counted, in full; not printed.
         log: what the submission printed, and a compiler's last lines; bounded.
     """
 
@@ -238,6 +239,7 @@ class Report(_Strict):
     timing: list[TimingReport] = Field(default_factory=list)
     score: float | None = None
     not_measured: list[str] = Field(default_factory=list)
+    compiler_messages: list[str] = Field(default_factory=list)
     log: str = ""
 
     _error_map: Any = PrivateAttr(default=None)
