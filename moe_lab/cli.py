@@ -166,8 +166,7 @@ def judge(
             head = text.partition(":")[0].partition(" (")[0]
             if not console.is_terminal and head != said:
                 said = head
-                with contextlib.suppress(OSError):
-                    print(text, file=sys.stderr, flush=True)
+                print(text, file=sys.stderr, flush=True)
 
         progress("starting the judge")
         from moe_lab.judge import Verdict
@@ -315,9 +314,6 @@ def main() -> None:
         raise SystemExit(_READER_GONE) from None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        # What could not be written now cannot be written by Python's own exit either.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"{what}{error.strerror or error}")
     except Exception as error:  # noqa: BLE001 - a fault of ours: say where, for a report of it
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if "moe_lab" in Path(frame.filename).parts]
@@ -336,40 +332,67 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")
-    stdout = sys.__stdout__
-    if sys.stdout is stdout and isinstance(stdout, io.TextIOWrapper) and not isinstance(stdout, _Output):
-        line, encoding = stdout.line_buffering, stdout.encoding
-        sys.stdout = _Output(stdout.detach(), encoding, "backslashreplace", line_buffering=line)
-        # Libraries that reach for the original must not find a stream without a file.
-        sys.__stdout__ = sys.stdout  # type: ignore[misc]
+    for name, kind in (("stdout", _Output), ("stderr", _Asides)):
+        stream = getattr(sys, name)
+        original = stream is getattr(sys, f"__{name}__")
+        if original and isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Stream):
+            line, encoding = stream.line_buffering, stream.encoding
+            ours = kind(stream.detach(), encoding, "backslashreplace", line_buffering=line)
+            setattr(sys, name, ours)
+            # Libraries that reach for the original must not find a stream without a file.
+            setattr(sys, f"__{name}__", ours)
 
 
 class _ReaderGoneError(Exception):
     """Whoever read the output has read enough, as ``head`` does."""
 
 
-class _Output(io.TextIOWrapper):
-    """Standard output whose broken pipe the libraries do not turn into exit code 1, which says that a file failed."""
+class _OutputError(MoeLabError):
+    """What a command says does not reach anybody."""
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream that fails at most once, and in one way for every library that writes to it."""
 
     def write(self, text: str, /) -> int:
         """Write text."""
-        with self._reader():
+        with self._checked():
             return super().write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush."""
-        with self._reader():
+        with self._checked():
             super().flush()
 
     @contextlib.contextmanager
-    def _reader(self) -> Iterator[None]:
+    def _checked(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        except OSError as error:
+            # What could not be written now cannot be written by Python's own exit either.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        raise NotImplementedError
+
+
+class _Output(_Stream):
+    """Standard output: a library must not turn its broken pipe into exit code 1, which says that a file failed."""
+
+    def _failed(self, error: OSError) -> NoReturn:
+        if isinstance(error, BrokenPipeError):
             raise _ReaderGoneError from None
+        raise _OutputError(f"the output cannot be written: {error.strerror or error}") from None
+
+
+class _Asides(_Stream):
+    """Standard error: progress that nobody can see is no reason to lose a verdict."""
+
+    def _failed(self, error: OSError) -> None:
+        """Say nothing from here on."""
 
 
 def _end(number: int, frame: types.FrameType | None) -> NoReturn:
@@ -380,6 +403,5 @@ def _end(number: int, frame: types.FrameType | None) -> NoReturn:
 
 def _fail(sentence: str) -> NoReturn:
     """End with one sentence and exit code 2."""
-    with contextlib.suppress(OSError):
-        print(f"moe-lab: {sentence}", file=sys.stderr, flush=True)
+    print(f"moe-lab: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(2) from None

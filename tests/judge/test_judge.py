@@ -4,11 +4,9 @@ import errno
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from IPython.lib.pretty import pretty
@@ -264,62 +262,6 @@ def test_exit_codes_for_usage_and_rejection(tmp_path: Path) -> None:
     assert unwritten.stdout.startswith("compile_error")
 
 
-def run_main(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_lab", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
-
-
-@pytest.mark.parametrize("arguments", [("steps",), ("explain",), ("score", "1", "1", "1")])
-def test_output_that_cannot_be_written_is_one_sentence(arguments: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
-        done = run_main(*arguments, stdout=full)
-    assert (done.returncode, done.stderr) == (2, "moe-lab: No space left on device\n")
-    closed = run_main(*arguments, preexec_fn=lambda: os.close(1))
-    assert (closed.returncode, closed.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("arguments", [("steps",), ("explain",), ("score", "1", "1", "1")])
-def test_a_reader_that_has_read_enough_is_no_rejection(arguments: tuple[str, ...]) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = run_main(*arguments, stdout=writing)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_verdict_needs_no_open_streams_and_no_unicode(tmp_path: Path) -> None:
-    path = tmp_path / "\u2603.py"
-    path.write_text(SIGNATURE + "    raise ValueError('\u2603')\n")
-
-    def close_all() -> None:
-        for number in (0, 1, 2):
-            os.close(number)
-
-    report = tmp_path / "report.json"
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    arguments = ("judge", str(path), "--profile", "open", "--json", str(report))
-    assert run_main(*arguments, preexec_fn=close_all).returncode == 1
-    assert Report.load(report).verdict is Verdict.RUNTIME_ERROR
-    done = run_main(*arguments, stdout=subprocess.PIPE, env=environment)
-    assert done.returncode == 1
-    assert "\\u2603" in done.stdout
-
-
-@pytest.mark.parametrize(("limit", "says"), [("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")])
-def test_a_limit_of_the_shell_is_not_blamed_on_the_file(limit: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "submission.py"
-    path.write_text(SIGNATURE + "    raise ValueError\n")
-
-    def tighten() -> None:
-        amount = 64 << 20 if limit == "RLIMIT_FSIZE" else 5 << 30
-        resource.setrlimit(getattr(resource, limit), (amount, amount))
-
-    done = run_main("judge", str(path), "--profile", "open", stdout=subprocess.PIPE, preexec_fn=tighten)
-    assert done.returncode == 2
-    assert done.stdout.startswith("judge_error  got a limit of ")
-    assert says in done.stdout
-
-
 def test_a_machine_that_stops_the_judge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/1.arena")
@@ -328,28 +270,6 @@ def test_a_machine_that_stops_the_judge_is_named(monkeypatch: pytest.MonkeyPatch
     report = judge(step("s0_baseline"), plan=small_plan())
     assert report.verdict is Verdict.JUDGE_ERROR
     assert "says nothing about the file: /dev/shm/1.arena: No space left on device" in report.sentence
-
-
-def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    remove = "import os; os.chdir('gone'); os.rmdir(os.getcwd()); from moe_lab.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", remove, "doctor"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "moe-lab: the current folder: No such file or directory\n"
-
-
-def test_a_fault_of_the_tool_is_one_sentence_and_no_rejection(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken() -> None:
-        raise KeyError("a\nb")
-
-    monkeypatch.setattr(cli, "app", broken)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("moe-lab: the tool itself failed, which says nothing about your files: KeyError: ")
 
 
 def test_exit_codes_for_acceptance_and_judge_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
