@@ -9,6 +9,8 @@ BROWSER_STAMP := $(VENV)/.installed-browser
 COMPAT := .venv-compat
 COMPAT_STAMP := $(COMPAT)/.installed
 FINAL := notebooks/08_your_submission.ipynb
+# Jupyter starts as root only when told to, and a container's user often is.
+ALLOW_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
 export PYTHONUNBUFFERED = 1
 export TILELANG_PRINT_ON_COMPILATION ?= 0
@@ -38,7 +40,7 @@ run: $(STAMP) ## execute the last notebook, export its final cell to submission.
 	@$(BIN)/moe-lab judge submission.py
 
 lab: $(STAMP) ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab --ServerApp.root_dir=notebooks
+	$(BIN)/jupyter lab --ServerApp.root_dir=notebooks $(ALLOW_ROOT)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,6 +1,9 @@
 """pyproject.toml (lower bounds), constraints.txt (pins) and environment.yml (conda) describe one set of packages."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,23 @@ def test_conda_installs_the_same_packages_with_the_same_pins():
     assert set(theirs) == ours
     for name, requirement in theirs.items():
         assert not requirement.specifier or requirement.specifier == _pins()[name][0].specifier
+
+
+def test_a_folder_of_the_same_name_does_not_hide_the_installed_package(tmp_path):
+    """The folder above a clone holds one, with a submission.py in it after ``make run``."""
+    (tmp_path / "moe_lab").mkdir()
+    (tmp_path / "moe_lab" / "submission.py").write_text("")
+    command = [sys.executable, "-c", "from moe_lab.submission import Submission"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("user", "option"), [("0", True), ("1000", False)])
+def test_only_root_tells_jupyter_that_it_is_root(tmp_path, user, option):
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    # Nothing is made: whether .venv is older than pyproject.toml must not matter.
+    command = ["make", "--dry-run", "--old-file=.venv/.installed", "lab"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert ("--allow-root" in done.stdout) is option
