@@ -505,11 +505,11 @@ def summary(folder: Path | None = None) -> list[str]:
         rivals = ladder if ladder in beside else beside[-1]
         (number,) = (number for number, case in CASES.items() if case.name == ladder[0].case)
         ours, peer, step = _fastest(ladder, "step"), _fastest(rivals, "peer"), _fastest(rivals, "step")
-        other = "" if rivals is ladder else f" beside {step.name} {step.median_ms:.4f} ms in run {step.run}"
+        bound, other = bound_ms(ladder), "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {step.run}"
         lines.append(
-            f"case {number} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}, run {ours.run}: "
-            f"{ours.name} {ours.median_ms:.4f} ms, bound {bound_ms(ladder):.4f} ms, best peer {peer.name} "
-            f"{peer.median_ms:.4f} ms{other}"
+            f"case {number} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ours.run}: "
+            f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / bound:.3f} x bound {bound:.4f} ms, best peer "
+            f"{peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {step.name}{other}"
         )
     return lines
 

@@ -49,7 +49,8 @@ def speed() -> str:
     Raises:
         DataError: if no such run is recorded.
     """
-    return "\n".join([*_table(bench.summary_rows()), "", "```text", *bench.summary(), "```"])
+    said = "Over all recorded runs, each ratio within one run: the median, in brackets the least and the greatest."
+    return "\n".join([*_table(bench.summary_rows()), "", said, "", "```text", *bench.summary(), "```"])
 
 
 #: What the calls of a run found in the L2 cache.

@@ -147,7 +147,7 @@ def _gpu_clock(cache: str) -> Callable[[Callable[[], Any]], Callable[[], float]]
         if cache == "warm":
             call()
         # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for the way of
-        # up to 60 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
+        # up to 50 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
         # the kernels and not the gaps between them.
         flush.sum()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

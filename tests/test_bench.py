@@ -85,12 +85,12 @@ def test_a_peer_that_does_not_get_ready_is_left_out_and_the_others_are_measured(
 
     peers = (Peer("an endless library", "torch", False, endless), *(peer for peer in PEERS if "loop" in peer.name))
     monkeypatch.setattr(bench, "PEERS", peers)
-    monkeypatch.setattr(bench, "_READY_S", 0.5)
+    monkeypatch.setattr(bench, "_READY_S", 3.0)
     handler = signal.getsignal(signal.SIGALRM)
     said = []
     timed = bench.time_case(CPU_CASE, (142, 142, 142, 142), 0, [], 1, said.append)
     assert [candidate.kind for candidate, _, _ in timed] == ["peer", "roof", "roof"]
-    assert f"{CPU_CASE.name}: an endless library left out: TimeoutError: not ready after 0.5 s" in said
+    assert f"{CPU_CASE.name}: an endless library left out: TimeoutError: not ready after 3 s" in said
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -213,10 +213,11 @@ def test_the_summary_gives_the_median_ratio_over_the_complete_runs_and_its_extre
     first, third = summary(tmp_path)
     assert first.startswith(
         f"case 1 bound_ratio={0.44 / bound:.3f} [{0.42 / bound:.3f} to {0.48 / bound:.3f}, 3 runs] "
-        f"vs_best_peer={0.52 / 0.42:.3f} [{0.54 / 0.48:.3f} to {0.55 / 0.44:.3f}, 3 runs] NVIDIA H200, "
+        f"vs_best_peer={0.52 / 0.42:.3f} [{0.54 / 0.48:.3f} to {0.55 / 0.44:.3f}, 3 runs] NVIDIA H200; "
     )
     assert first.endswith(
-        f"run 20260103T000000Z-aaaaaa: h3_best 0.4800 ms, bound {bound:.4f} ms, best peer a library 0.5400 ms"
+        f"run 20260103T000000Z-aaaaaa: h3_best 0.4800 ms = {0.48 / bound:.3f} x bound {bound:.4f} ms, best peer "
+        "a library 0.5400 ms = 1.125 x h3_best"
     )
     assert third.startswith("case 3 bound_ratio=1.080 [1.080 to 1.080, 1 run] vs_best_peer=1.153 ")
 
@@ -250,7 +251,9 @@ def test_the_best_peer_is_the_fastest_known_even_beside_an_older_step_which_is_n
     (line,) = summary(tmp_path)
     assert line.startswith(f"case 1 bound_ratio={0.44 / bound_ms(new):.3f} [")
     assert f" vs_best_peer={0.55 / 0.50:.3f} [" in line
-    assert line.endswith("best peer a faster library 0.5500 ms beside h3_best 0.5000 ms in run 20260101T000000Z-aaaaaa")
+    assert line.endswith(
+        "best peer a faster library 0.5500 ms = 1.100 x h3_best 0.5000 ms in run 20260101T000000Z-aaaaaa"
+    )
 
 
 def test_lines_are_aligned_fastest_first_with_the_bound(recorded):

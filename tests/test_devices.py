@@ -5,6 +5,7 @@ import pytest
 from moe_lab import devices as module
 from moe_lab.devices import Figure, Roof, device, devices, reported_as
 from moe_lab.errors import DataError
+from moe_lab.timing import measurements
 
 
 def test_the_limits_of_a_c500_block():
@@ -16,8 +17,16 @@ def test_the_limits_of_a_c500_block():
     assert c500.processors == 104
 
 
+def test_no_roof_that_was_recorded_on_an_h200_beats_its_measured_roof():
+    recorded = [row for row in measurements() if row.kind == "roof" and row.device == "NVIDIA H200"]
+    roof = device("h200").roof("measured")
+    assert max(row.rate_tflops for row in recorded) <= roof.peak_tflops * 1.001
+    assert max(row.rate_gbps for row in recorded) <= roof.bandwidth_tbps * 1001
+    assert len(recorded) > 20
+
+
 def test_a_roof_takes_the_upper_end_of_a_range_and_says_where_it_is_from():
-    assert device("h200").roof("measured") == Roof("NVIDIA H200 SXM, measured", 706, 4.3, "measured")
+    assert device("h200").roof("measured") == Roof("NVIDIA H200 SXM, measured", 784, 4.31, "measured")
     assert device("c500").roof() == Roof("MetaX C500, specification", 280, 1.843, "specification")
 
 

@@ -50,7 +50,7 @@ def test_padding_is_beside_the_work_and_never_part_of_it():
 @pytest.mark.parametrize(("number", "time_ms"), [(1, 0.396), (2, 0.694), (3, 1.389)])
 def test_the_bounds_of_an_h200(number, time_ms):
     roof = device("h200").roof("measured")
-    assert (roof.peak_tflops, roof.bandwidth_tbps) == (706, 4.3)
+    assert (roof.peak_tflops, roof.bandwidth_tbps) == (784, 4.31)
     got = bound(work(CASES[number]).whole, roof)
     assert got.time_ms == pytest.approx(time_ms, rel=0.01)
     assert got.side == "memory"
