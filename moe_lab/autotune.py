@@ -19,7 +19,7 @@ from moe_lab import backend, tiles
 from moe_lab.bench import time_case
 from moe_lab.contract import Case
 from moe_lab.devices import Device, reported_as
-from moe_lab.errors import ContractError, MoeLabError
+from moe_lab.errors import ContractError, MoeLabError, SubmissionError
 from moe_lab.explorer import choices
 from moe_lab.inputs import group_sizes
 from moe_lab.submission import LiteralValue, Submission, write_atomic
@@ -74,7 +74,9 @@ def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[s
         return {name: values for name, values in found.items() if name not in _FIXED}
     unknown = [name for name in names if name not in found]
     if unknown:
-        raise ContractError(f"got {', '.join(unknown)}, expected literals with a choice: {', '.join(found)}")
+        raise ContractError(
+            f"got {', '.join(unknown)}, expected literals with a choice: {', '.join(found) or 'this file has none'}"
+        )
     return {name: found[name] for name in names}
 
 
@@ -120,16 +122,24 @@ def tune(
         The best configuration, which may be the source's own.
 
     Raises:
-        ContractError: for a name with no choice, or if the submission itself does not run or is wrong.
+        ContractError: for a name with no choice, or if the submission itself does not compile or is wrong.
+        SubmissionError: if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary.
         BackendError: if this machine cannot run TileLang.
     """
     where = backend.prepare()
+    _load(submission)
+    offered = offers(submission, names)
+    if not offered:
+        raise SubmissionError(
+            f"got no literal with a choice in {submission.name}, expected one at module level such as BLOCK_K = 64"
+        )
     sizes = tuple(sizes) if sizes is not None else group_sizes("multinomial", case.num_experts, case.num_tokens)
     device = reported_as(where.name) if where.kind != "cpu" else None
     best: dict[str, LiteralValue] = {}
     counts = {"timed": 0, "pruned": 0, "failed": 0}
     median = own = 0.0
-    for name, values in offers(submission, names).items():
+    _check(submission, case, sizes)
+    for name, values in offered.items():
         rungs = {"source": _Rung("source", submission), "best": _Rung("best", submission.with_literals(**best))}
         tried: dict[str, LiteralValue] = {}
         for value in values:
@@ -146,9 +156,7 @@ def tune(
         timed = time_case(case, sizes, 0, list(rungs.values()), rounds, say, alone=True)
         timings = {candidate.name: timing for candidate, timing, _ in timed}
         if "source" not in timings or "best" not in timings:
-            raise ContractError(
-                f"{submission.name} does not run or is wrong on this machine, so there is nothing to tune"
-            )
+            raise _unfit(submission, "it was right once, and then it was not")
         winner = min(timings, key=lambda key: timings[key].median_ms)
         counts["timed"] += len(timings) - 2
         counts["failed"] += len(rungs) - len(timings)
@@ -161,8 +169,43 @@ def tune(
     changed = {name: value for name, value in best.items() if value != submission.values[name]}
     # With nothing changed both figures are of one text, and their difference is noise.
     result = Tuned(changed, median if changed else own, own, **counts)
-    _remember(submission, case, result)
+    try:
+        _remember(submission, case, result)
+    # What was found took minutes, and is worth more than its record.
+    except (OSError, MoeLabError) as error:
+        say(f"fused_moe will not find this again: {error}")
     return result
+
+
+def _load(submission: Submission) -> None:
+    """Refuse a text that has no ``run_kernel`` to time, before anything is measured."""
+    try:
+        submission.tree  # noqa: B018 - says where a text is no Python
+        submission.load()
+    except MoeLabError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's text may raise anything
+        raise SubmissionError(
+            f"{submission.name} cannot be loaded: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        ) from None
+
+
+def _check(submission: Submission, case: Case, sizes: tuple[int, ...]) -> None:
+    """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
+    said: list[str] = []
+    try:
+        right = bool(time_case(case, sizes, 0, [_Rung("source", submission)], 1, said.append, alone=True))
+    except SystemExit:
+        raise _unfit(submission, "run_kernel ends Python") from None
+    if not right:
+        raise _unfit(submission, next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
+
+
+def _unfit(submission: Submission, why: str) -> ContractError:
+    return ContractError(
+        f"got {submission.name}, which does not run or is wrong on this machine ({why}), expected a file that "
+        "`moe-lab judge` accepts"
+    )
 
 
 def tuned(submission: Submission, case: Case) -> Submission:

@@ -16,11 +16,14 @@ import types
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from moe_lab.errors import MoeLabError, SubmissionError
+
+if TYPE_CHECKING:
+    from moe_lab.submission import Submission
 
 
 class Profile(str, Enum):
@@ -30,7 +33,17 @@ class Profile(str, Enum):
     OPEN = "open"  # rulings and C500 limits are advice: kernels for other cards
 
 
-ProfileOption = Annotated[Profile, typer.Option("--profile", help="which rules reject, which only advise")]
+ProfileOption = Annotated[
+    Profile,
+    typer.Option(
+        "--profile",
+        help="contest: every rule rejects, as in the contest; open: its rulings (no asynchronous copies, no device "
+        "source, no computing in torch) and a C500's limits are advice, for kernels of other cards",
+    ),
+]
+SubmissionArgument = Annotated[
+    Path, typer.Argument(metavar="FILE|STEP", help="Python file with run_kernel, or the name of a step")
+]
 
 #: What a shell reports for a program that Ctrl-C ended.
 _INTERRUPTED = 130
@@ -41,6 +54,29 @@ app = typer.Typer(
     name="moe-lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Learn, judge and tune fused Mixture-of-Experts kernels in TileLang.",
 )  # fmt: skip
+
+
+def _step_of(given: Path) -> Submission | None:
+    """The step of a name; None for what is a file, or cannot be a step's name."""
+    from moe_lab.steps import find
+
+    # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
+    if os.path.lexists(given) or len(given.parts) != 1 or given.suffix:
+        return None
+    try:
+        return find(given.name).submission()
+    except SubmissionError:
+        raise SubmissionError(
+            f"got no file {given}, expected a Python file with run_kernel or the name of a step (`moe-lab steps` lists "
+            "them)"
+        ) from None
+
+
+def _submission(given: Path) -> Submission:
+    """What an argument names: a file first, then a step."""
+    from moe_lab.submission import Submission
+
+    return _step_of(given) or Submission.from_file(given)
 
 
 @app.callback()
@@ -138,7 +174,7 @@ def steps(
 
 @app.command()
 def judge(
-    file: Annotated[Path, typer.Argument(help="Python file with run_kernel")],
+    file: SubmissionArgument,
     profile: ProfileOption = Profile.CONTEST,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="also write the report here")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
@@ -146,10 +182,10 @@ def judge(
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
     from rich.console import Console
 
-    # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
+    step = _step_of(file)
     if os.path.exists(file) and not os.path.isfile(file):
         raise SubmissionError(f"got {file}, a folder, a device or a pipe, expected a Python file with run_kernel")
-    if not os.path.isfile(file):
+    if step is None and not os.path.isfile(file):
         raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
     if json_file is not None and not os.path.isdir(json_file.parent):
         raise SubmissionError(f"got no folder {json_file.parent}, expected one for the report {json_file.name}")
@@ -173,7 +209,7 @@ def judge(
         from moe_lab.judge import judge as run
 
         try:
-            report = run(file, profile=profile.value, seed=seed, progress=progress)
+            report = run(step or file, profile=profile.value, seed=seed, progress=progress)
         except KeyboardInterrupt:
             print("interrupted: no verdict", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None
@@ -199,8 +235,10 @@ def explain(
 
 @app.command()
 def fit(
-    file: Annotated[Path, typer.Argument(help="Python file with run_kernel")],
-    device: Annotated[str, typer.Option(metavar="NAME", help="device to fit into, see data/devices.csv")] = "c500",
+    file: SubmissionArgument,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="GPU to fit into, by its key or name in data/devices.csv")
+    ] = "c500",
     case: Annotated[int, typer.Option(min=1, max=3, metavar="N", help="contest case")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
     lower: Annotated[bool, typer.Option("--lower", help="ask TileLang too: takes seconds, runs host code")] = False,
@@ -217,10 +255,9 @@ def fit(
     from moe_lab.contract import CASES
     from moe_lab.devices import device as device_of
     from moe_lab.devices import devices
-    from moe_lab.submission import Submission
 
-    wanted = device_of(device)
-    submission = Submission.from_file(file)
+    wanted = device_of(device, "gpu")
+    submission = _submission(file)
     found = tiles.resources(submission, CASES[case])
     fits = [tiles.fit(found, wanted)]
     lowered = tiles.lowered_figures(submission, CASES[case], wanted) if lower else []
@@ -237,10 +274,17 @@ def bench(
     case: Annotated[
         list[int] | None, typer.Option(min=1, max=3, metavar="N", help="contest case, may be repeated; default: all")
     ] = None,
-    routing: Annotated[str, typer.Option(metavar="NAME", help="see data/routings/routings.csv")] = "multinomial-0",
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="balanced, multinomial-0 to -2, skewed-0, skewed-1 or one_expert; on a GPU also a shape made by hand "
+            "of data/routings/routings.csv, such as 'empty half'",
+        ),
+    ] = "multinomial-0",
     seed: Annotated[int, typer.Option(min=0, help="of the inputs")] = 0,
     steps: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="steps to time; default: all meant for this device")
+        str | None, typer.Option(metavar="STEP,STEP", help="steps to time; default: all meant for this device")
     ] = None,
     summary: Annotated[bool, typer.Option("--summary", help="print the recorded standing, time nothing")] = False,
 ) -> None:
@@ -254,13 +298,13 @@ def bench(
         for line in harness.summary():
             print(line)
         return
-    names = [name.strip() for name in steps.split(",")] if steps else None
+    names = None if steps is None else [name.strip() for name in steps.split(",") if name.strip()]
     harness.run(cases=case, routing=routing, seed=seed, steps=names)
 
 
 @app.command()
 def tune(
-    step_or_file: Annotated[str, typer.Argument(metavar="STEP|FILE", help="name of a step, or a submission")],
+    file: SubmissionArgument,
     case: Annotated[int | None, typer.Option("--case", min=1, max=3, help="contest case; a CPU takes none")] = None,
     vary: Annotated[list[str] | None, typer.Option("--vary", metavar="LITERAL", help="only these, in order")] = None,
 ) -> None:
@@ -270,11 +314,8 @@ def tune(
     from moe_lab.bench import CPU_CASE
     from moe_lab.contract import CASES
     from moe_lab.errors import ContractError
-    from moe_lab.steps import step
-    from moe_lab.submission import Submission
 
-    path = Path(step_or_file)
-    submission = Submission.from_file(path) if path.suffix == ".py" else step(step_or_file)
+    submission = _submission(file)
     on_cpu = backend.detect().kind == "cpu"
     if on_cpu == (case is not None):
         raise ContractError(

@@ -196,6 +196,11 @@ class Device:
         return int(figure.low) if figure else None
 
     @property
+    def most_threads_per_block(self) -> int:
+        """Threads of one block at most; where no source says, as many as a processor holds."""
+        return self.threads_per_block or self.threads_per_processor
+
+    @property
     def l2_bytes(self) -> int:
         """Second-level cache."""
         return self._limit("l2_bytes")
@@ -255,18 +260,26 @@ def _join(rows: tuple[_DeviceRow, ...], figures: tuple[Figure, ...]) -> dict[str
     return found
 
 
-def device(name: str) -> Device:
+def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
     """One device by its key, title or the name its driver reports; case does not matter.
 
+    Args:
+        name: key, title or reported name.
+        kind: only this one; any by default.
+
     Raises:
-        DataError: for a name that is none of them.
+        DataError: for a name that is none of them, or of another kind.
     """
     wanted = name.strip().casefold()
+    offered = [item for item in devices().values() if kind in (None, item.kind)]
+    keys = ", ".join(item.name for item in offered)
     for item in devices().values():
         if wanted in {text.casefold() for text in (item.name, item.title, *item.names)}:
+            if item not in offered:
+                raise DataError(f"got device {name!r}, a {item.kind.upper()}, expected a {str(kind).upper()}: {keys}")
             return item
     raise DataError(
-        f"got device {name!r}, expected one of {', '.join(devices())}, usually because data/devices.csv has no row for "
+        f"got device {name!r}, expected one of {keys}, usually because data/devices.csv has no row for "
         "it yet: add one, and its figures to data/device_figures.csv"
     )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.anatomy import Branch, Buffer, Launch, Loop, Node, Op, Unknown, product, walk
 from moe_lab.contract import Case
 from moe_lab.devices import Device
-from moe_lab.errors import SubmissionError
+from moe_lab.errors import DataError, SubmissionError
 from moe_lab.interpreter import launches
 from moe_lab.layout import GroupedLayout
 from moe_lab.roofline import balanced, work
@@ -497,6 +497,8 @@ def fit(found: Resources, device: Device) -> Fit:
     Raises:
         DataError: for a CPU, which has no such limits.
     """
+    if device.kind != "gpu":
+        raise DataError(f"got {device.title}, expected a GPU, because a CPU has no such limits")
     return Fit(device, tuple(_fit_kernel(kernel, device) for kernel in found.kernels))
 
 
@@ -513,7 +515,7 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
             f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
             f"{device.registers_per_thread}: the rest goes to memory"
         )
-    most = device.threads_per_block or device.threads_per_processor
+    most = device.most_threads_per_block
     if threads is not None and threads > most:
         reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
     if threads is not None and threads % device.lanes:
@@ -622,7 +624,7 @@ def print_fit(
     table.add_row("accumulators, registers a thread", *(_text(k.accumulator_registers) for k in kernels), "")
     limit = str(device.registers_per_thread)
     table.add_row("all fragments, registers a thread", *(f">= {_text(k.fragment_registers)}" for k in kernels), limit)
-    table.add_row("threads a block", *(_text(k.threads) for k in kernels), _text(device.threads_per_block, "-"))
+    table.add_row("threads a block", *(_text(k.threads) for k in kernels), str(device.most_threads_per_block))
     table.add_row(f"waves of {device.lanes} lanes a block", *(_text(p.waves_of_threads) for p in parts), "")
     resident = (f"{_text(p.blocks_per_processor)} ({p.limited_by})" if p.limited_by else "0" for p in parts)
     table.add_row("blocks a processor at most", *resident, "")

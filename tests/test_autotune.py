@@ -5,8 +5,9 @@ import pytest
 from moe_lab import autotune
 from moe_lab.contract import CASES, Case
 from moe_lab.devices import device, reported_as
-from moe_lab.errors import ContractError
+from moe_lab.errors import ContractError, SubmissionError
 from moe_lab.steps import step
+from moe_lab.submission import Submission
 
 CASE = Case("tiny", 2, 128, 128, 150)
 
@@ -32,6 +33,38 @@ def test_the_resource_model_prunes_before_the_compiler():
     two_stages = step("s0").with_literals(NUM_STAGES=2)
     assert "131072 bytes of shared memory" in autotune.why_not(two_stages, CASES[1], (142,) * 16, c500)
     assert autotune.why_not(step("s0"), CASES[1], (142,) * 16, c500) == ""
+
+
+ENTRY = "def run_kernel(x, gate_w, up_w, down_w, weights, sizes, offsets, padded, blocks, out):\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("x = 1\n", SubmissionError, "got no function run_kernel in bad.py"),
+        ("BLOCK_K = 64\n", SubmissionError, "got no function run_kernel in bad.py"),
+        ("BLOCK_K = (\n", SubmissionError, r"bad.py, line 1, column 11: '\(' was never closed"),
+        ("import nothing_here\n", SubmissionError, "bad.py cannot be loaded: ModuleNotFoundError"),
+        ("raise SystemExit(0)\n", SubmissionError, "bad.py cannot be loaded: SystemExit: 0"),
+        (ENTRY + "    out.zero_()\n", SubmissionError, "got no literal with a choice in bad.py"),
+        ("BLOCK_K = 64\n" + ENTRY + "    out.zero_()\n", ContractError, r"got bad.py, .*\(wrong result: \d+ elements"),
+        ("BLOCK_K = 64\n" + ENTRY + "    raise SystemExit(0)\n", ContractError, r"got bad.py, .*\(run_kernel ends"),
+        (step("s0").source.replace("T.gemm(", "T.gemmm("), ContractError, r"got bad.py, which does not run .*T\.gemmm"),
+    ],
+)
+def test_a_source_that_cannot_be_tuned_is_refused_and_nothing_is_remembered(text, error, says):
+    with pytest.raises(error, match=f"^{says}"):
+        autotune.tune(Submission(text, "bad.py"), CASE, rounds=1)
+    assert not autotune.cache_file().exists()
+
+
+def test_what_was_found_is_said_though_it_cannot_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    lines: list[str] = []
+    result = autotune.tune(step("s0"), CASE, names=["STAGE1_PANEL"], rounds=1, say=lines.append)
+    assert result.timed >= 1
+    assert lines[-1].startswith("fused_moe will not find this again: ")
 
 
 def test_a_search_ends_with_what_it_timed_and_is_found_again():

@@ -137,3 +137,40 @@ def test_a_fault_of_the_tool_is_one_sentence_and_no_rejection(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe-lab: the tool itself failed, which says nothing about your files: KeyError: ")
+
+
+@pytest.mark.parametrize("command", ["judge", "fit", "tune"])
+def test_a_submission_is_a_file_or_a_step(command: str, tmp_path: Path) -> None:
+    for given, says in (
+        ("h7", "got no file h7, expected a Python file with run_kernel or the name of a step"),
+        ("h6.py", "got no file h6.py, expected a Python file with run_kernel"),
+    ):
+        done = run_main(command, given, cwd=tmp_path)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"moe-lab: {says}")
+
+
+def test_a_step_is_fitted_and_judged_by_its_name_unless_a_file_has_it(tmp_path: Path) -> None:
+    fitted = run_main("fit", "h6", cwd=tmp_path)
+    assert (fitted.returncode, fitted.stdout.splitlines()[0]) == (
+        1, "h6_matrix_stores.py on MetaX C500, case 1: does not fit"
+    )  # fmt: skip
+    judged = run_main("judge", "h6_matrix_stores", cwd=tmp_path)
+    assert judged.returncode == 1
+    assert judged.stdout.startswith("rule_violation")
+    (tmp_path / "h6").write_text(SIGNATURE + "    out[0] ==== 1\n")
+    assert run_main("judge", "h6", cwd=tmp_path).stdout.startswith("compile_error  h6, line 3, column 14")
+
+
+def test_tune_has_nothing_good_to_say_of_a_file_without_run_kernel(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\n")
+    done = run_main("tune", "bad.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moe-lab: got no function run_kernel in bad.py, expected one at module level\n"
+
+
+def test_help_says_what_a_profile_allows() -> None:
+    text = " ".join(run_main("judge", "--help").stdout.replace("│", " ").split())
+    assert "contest: every rule rejects" in text
+    assert "are advice, for kernels of other cards" in text

@@ -53,6 +53,16 @@ def test_every_figure_has_a_source_and_every_gpu_its_limits():
             assert 0.5 < item.roof().ridge < 1000
 
 
+def test_where_only_a_gpu_will_do_no_cpu_is_offered():
+    assert device("C500", "gpu").name == "c500"
+    with pytest.raises(DataError, match=r"^got device 'laptop', a CPU, expected a GPU: c500, h200,") as wrong:
+        device("laptop", "gpu")
+    with pytest.raises(DataError, match=r"^got device 'abacus', expected one of c500, h200,") as unknown:
+        device("abacus", "gpu")
+    for caught in (wrong, unknown):
+        assert "laptop" not in str(caught.value).partition("expected")[2]
+
+
 def test_a_cpu_has_no_block_limits():
     with pytest.raises(DataError, match="a cpu has no such limit"):
         _ = device("laptop").shared_per_block_bytes

@@ -2,6 +2,7 @@ import csv
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -517,7 +518,7 @@ def test_nothing_of_the_file_is_executed(tmp_path):
 def test_sizes_and_devices_that_do_not_fit_the_question():
     with pytest.raises(ContractError, match="expected 16 sizes"):
         resources(step("s0"), CASES[1], (1, 2))
-    with pytest.raises(DataError, match="no such limit"):
+    with pytest.raises(DataError, match=r"^got Laptop CPU .*, expected a GPU, because"):
         fit(resources(step("s0"), CASES[1]), device("laptop"))
 
 
@@ -531,6 +532,8 @@ def test_the_command_says_fits_or_why_not(tmp_path):
     fits = run_fit(str(STEPS["s0_baseline"].path))
     assert fits.returncode == 0, fits.stderr
     assert "on MetaX C500, case 1: fits" in fits.stdout
+    # The limit that the explorer and the rule block-threads name too: none is published for a block.
+    assert re.search(r"threads a block +│ 256 +│ 256 +│ 2048 ", fits.stdout)
     path = step("s0").with_literals(NUM_STAGES=2).save(tmp_path / "two.py")
     refused = run_fit(str(path), "--case", "3", "--json")
     assert refused.returncode == 1
@@ -544,3 +547,4 @@ def test_the_command_refuses_an_unknown_device_in_one_sentence():
     done = run_fit(str(STEPS["s0_baseline"].path), "--device", "C5000")
     assert done.returncode == 2
     assert done.stderr.startswith("moe-lab: got device 'C5000', expected one of c500")
+    assert "laptop" not in done.stderr
