@@ -77,10 +77,9 @@ def export(submission: Submission, target: str | os.PathLike[str], profile: Prof
         violations = [finding for finding in rules.check(submission, profile) if finding.level == "violation"]
         if violations:
             first = violations[0]
-            more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
             raise ExportError(
-                f"line {first.line}: {first.message} [{first.rule_id}]{more}; nothing was written, "
-                f"`moe-lab explain {first.rule_id}` says why"
+                f"nothing was written: line {first.line}, column {first.column}: "
+                f"{rules.told(first.message, first.rule_id, len(violations) - 1)}"
             )
         return submission.save(target)
     except ExportError:

@@ -84,6 +84,15 @@ def test_a_rule_violation_leaves_the_existing_file_alone(tmp_path, bad):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_rule_violation_is_one_sentence(tmp_path):
+    with pytest.raises(ExportError) as caught:
+        export(Submission("x = 1\nimport os\n"), tmp_path / "submission.py")
+    assert str(caught.value) == (
+        "nothing was written: line 1, column 1: got no function run_kernel. The file must define a function "
+        "run_kernel at module level (and 1 more); `moe-lab explain entry-missing` says why"
+    )
+
+
 def test_a_folder_that_is_missing_is_named(tmp_path):
     with pytest.raises(ExportError, match="cannot be written"):
         export(Submission(SOURCE), tmp_path / "missing" / "submission.py")

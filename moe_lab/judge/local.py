@@ -191,10 +191,9 @@ class _Run:
         if broken:
             # The contract first: a file without run_kernel has little use for the rest.
             first = min(broken, key=lambda found: _kind(found) != "contract")
-            where = f"line {first.line}: " if first.line is not None else ""
-            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
             verdict = _KIND_VERDICTS.get(_kind(first), Verdict.RULE_VIOLATION)
-            raise Stopped(verdict, f"{where}{first.message}{more}; `moe-lab explain {first.rule_id}`")
+            raise Stopped(verdict, where + rules.told(first.message, first.rule_id, len(broken) - 1))
 
     def _session(self, submission: Submission, groups: tuple[Group, ...]) -> Session:
         return Session(
@@ -256,7 +255,7 @@ class _Run:
         level: Literal["violation", "advice"] = "violation" if contest else "advice"
         self._report.findings.append(FindingReport(rule_id=rule.id, level=level, message=message))
         if contest:
-            raise Stopped(Verdict.RULE_VIOLATION, f"{message}; `moe-lab explain {rule.id}`")
+            raise Stopped(Verdict.RULE_VIOLATION, rules.told(message, rule.id))
 
     def _check_fit(self, submission: Submission) -> None:
         self._say("lowering the contest's cases")

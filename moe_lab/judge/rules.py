@@ -236,6 +236,21 @@ def explain(rule_id: str | None = None) -> str:
     ])  # fmt: skip
 
 
+def told(message: str, rule_id: str, others: int = 0) -> str:
+    """A finding as the one sentence of a verdict or an error, with the way to more.
+
+    Args:
+        message: of the finding.
+        rule_id: its rule.
+        others: how many findings more there are.
+
+    >>> told("got x. It is refused.", "some-rule", 2)
+    'got x. It is refused (and 2 more); `moe-lab explain some-rule` says why'
+    """
+    more = f" (and {others} more)" if others else ""
+    return f"{message.removesuffix('.')}{more}; `moe-lab explain {rule_id}` says why"
+
+
 def check(submission: Submission, profile: Profile = "contest") -> list[Finding]:
     """Find every place where a file breaks a rule, without running it.
 

@@ -19,6 +19,7 @@ from moe_lab.judge.channel import Message
 from moe_lab.judge.compare import Comparison, compare
 from moe_lab.judge.plan import Call, Group, call_inputs, fill_out
 from moe_lab.judge.process import Limits, Worker, WorkerEnded
+from moe_lab.judge.rules import told
 from moe_lab.judge.verdict import Verdict
 from moe_lab.reference import fused_truth
 from moe_lab.submission import Submission
@@ -344,7 +345,7 @@ def _raised(answer: Message) -> tuple[Verdict, str]:
     short = message if len(message) <= 400 else message[:200] + " ... " + message[-180:]
     text = f"{answer['kind']}: {short}" if short else answer["kind"]
     if answer["rule_id"]:
-        return (Verdict.RULE_VIOLATION, f"{where}: {text}; `moe-lab explain {answer['rule_id']}`")
+        return (Verdict.RULE_VIOLATION, f"{where}: {told(text, answer['rule_id'])}")
     if answer["kind"] in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in message:
         return (Verdict.RESOURCE_ERROR, f"{where}: ran out of the memory that one run may use ({text})")
     if message.startswith(f"[Errno {errno.EFBIG}]"):

@@ -347,10 +347,12 @@ class Report(_Strict):
         ):
             first, *others = group
             where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
-            lines = ", ".join(dict.fromkeys(str(other.line) for other in others if other.line is not None))
-            parts.append(
-                Text(f"{level} {rule_id}: {where}{first.message}" + (f" (also lines {lines})" if lines else ""))
-            )
+            numbers = list(dict.fromkeys(str(other.line) for other in others if other.line is not None))
+            lines = f" (also line{'s' * (len(numbers) > 1)} {', '.join(numbers)})" if numbers else ""
+            # What the verdict's own sentence says is not said twice.
+            known = level == "violation" and first.message.removesuffix(".") in self.sentence
+            if not known or lines:
+                parts.append(Text(f"{level} {rule_id}: {where}{'see above' if known else first.message}{lines}"))
         if not any(finding.level == "violation" for finding in self.findings) and self.cases:
             parts.append(Text("rules and signature: ok"))
         if self.cases:

@@ -49,6 +49,24 @@ def small_plan(seed: int = 0) -> Plan:
     return Plan((Group("uneven groups", 256, 256, calls),), variants=False, fit=False)
 
 
+def test_a_broken_rule_is_said_once_and_well(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("x = 1\n")
+    report = judge(path)
+    assert report.sentence == (
+        "line 1, column 1: got no function run_kernel. The file must define a function run_kernel at module level; "
+        "`moe-lab explain entry-missing` says why"
+    )
+    assert " ".join(report.render().split()).count("got no function run_kernel") == 1
+    path.write_text("import os\nimport sys\n" + SIGNATURE + "    class A:\n        pass\n")
+    report = judge(path)
+    assert report.sentence.endswith(" (and 2 more); `moe-lab explain import-root` says why")
+    text = " ".join(report.render().split())
+    assert text.count("got `import os`") == text.count("got class A") == 1
+    assert "violation import-root: line 1, column 1: see above (also line 2)" in text
+    assert "violation class-definition: line 5, column 5: got class A. " in text
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files_get_a_named_verdict_and_one_sentence(name: str, tmp_path: Path) -> None:
     content, verdict, says = BROKEN[name]
