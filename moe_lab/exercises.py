@@ -16,7 +16,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -121,18 +121,24 @@ def check(key: str, answer: Any) -> None:
             "Not filled in yet: replace the ... above and run this cell again. Three hints and the solution are below."
         )
     elif failure is not None:
-        raise ExerciseError(
-            f"{exercise.title}: your code raised {type(failure).__name__}: {failure}", type(failure).__name__
-        )
+        raise _explain_error(exercise, failure)
     else:
         raise _explain(exercise, got, expected)
 
 
+def _explain_error(exercise: Exercise, failure: Exception) -> ExerciseError:
+    sentence = f"{exercise.title}: your code raised {type(failure).__name__}: {failure}"
+    for mistake in exercise.mistakes:
+        try:
+            exercise.observe(exercise.run(mistake.code))
+        except Exception as error:  # noqa: BLE001 -- compared with what the reader's code raised
+            if (type(error), str(error)) == (type(failure), str(failure)):
+                return ExerciseError(f"{sentence.rstrip('.')}. This is what comes out if {mistake.name}.", mistake.name)
+    return ExerciseError(sentence, type(failure).__name__)
+
+
 def _explain(exercise: Exercise, got: Observation, expected: Observation) -> ExerciseError:
-    mistake = next(
-        (m for m in exercise.mistakes if _same(got, exercise.observe(exercise.run(m.code)))),
-        None,
-    )
+    mistake = next((each for each in exercise.mistakes if _makes(exercise, each, got)), None)
     asked, value, wanted = next(
         (asked, value, wanted)
         for (asked, value), (_, wanted) in zip(got, expected, strict=True)
@@ -141,9 +147,17 @@ def _explain(exercise: Exercise, got: Observation, expected: Observation) -> Exe
     sentence = f"{exercise.title}: for {asked} got {_show(value)}, expected {_show(wanted)}"
     if mistake is not None:
         return ExerciseError(f"{sentence}. This is what comes out if {mistake.name}.", mistake.name)
-    if value is None:
+    if value is None and exercise.gap.startswith("def "):
         return ExerciseError(f"{sentence}, usually because the function has no return.")
     return ExerciseError(f"{sentence}. It is none of the usual mistakes; the hints below may help.")
+
+
+def _makes(exercise: Exercise, mistake: Mistake, got: Observation) -> bool:
+    """Whether a mistake comes to what was observed; one that raises comes to nothing."""
+    try:
+        return _same(got, exercise.observe(exercise.run(mistake.code)))
+    except Exception:  # noqa: BLE001 -- of a mistake's own code
+        return False
 
 
 def calls(name: str, *probes: tuple[Any, ...]) -> Callable[[Any], Observation]:
@@ -204,6 +218,8 @@ def _show(item: Any) -> str:
         return f"a tensor of shape {tuple(item.shape)} that begins {head}"
     if isinstance(item, Case):
         return item.name
+    if isinstance(item, _Outcome):
+        return str(item)
     if isinstance(item, float):
         return f"{item:.6g}"
     if isinstance(item, (tuple, list)):
@@ -249,6 +265,34 @@ knows nothing of padding. Write its name as a string.
                 "an array that holds raw row numbers is taken for one that is indexed by them; group_offsets has E+1 "
                 "entries",
                 'raw_argument = "group_offsets"',
+            ),
+            Mistake(
+                "an array that tells where each expert's padded rows start is taken for one that is indexed by "
+                "rows; it has E+1 entries",
+                'raw_argument = "group_padded_offsets"',
+            ),
+            Mistake(
+                "out is taken for compact; the kernel writes each row where its token stood, among P padded rows",
+                'raw_argument = "out"',
+            ),
+            Mistake(
+                "a block is taken for a row: group_idx_for_bx has one entry for each 128 padded rows",
+                'raw_argument = "group_idx_for_bx"',
+            ),
+            Mistake(
+                "the weights of a matrix product are taken for route weights; gate_w has one matrix for each of "
+                "the E experts",
+                'raw_argument = "gate_w"',
+            ),
+            Mistake(
+                "the weights of a matrix product are taken for route weights; up_w has one matrix for each of the "
+                "E experts",
+                'raw_argument = "up_w"',
+            ),
+            Mistake(
+                "the weights of a matrix product are taken for route weights; down_w has one matrix for each of "
+                "the E experts",
+                'raw_argument = "down_w"',
             ),
         ),
         observe=value("raw_argument"),
@@ -319,6 +363,32 @@ def route_weights(logits, top_k):
     return choices, torch.softmax(kept, dim=-1)
 """),
             ),
+            Mistake(
+                "the sum loses its dimension: (T, K) over (T,) lines the sums up with the choices, and "
+                "`keepdim=True` keeps them with their tokens",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, kept / kept.sum(dim=-1)
+"""),
+            ),
+            Mistake(
+                "all E probabilities are returned; a token has a weight for each of its K choices only",
+                _block("""
+def route_weights(logits, top_k):
+    probabilities = torch.softmax(logits, dim=-1)
+    kept, choices = probabilities.topk(top_k, dim=-1)
+    return choices, probabilities / kept.sum(dim=-1, keepdim=True)
+"""),
+            ),
+            Mistake(
+                "every choice gets the weight 1 / K, whatever the router said",
+                _block("""
+def route_weights(logits, top_k):
+    kept, choices = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
+    return choices, torch.ones_like(kept) / top_k
+"""),
+            ),
         ),
         observe=calls(
             "route_weights",
@@ -371,6 +441,30 @@ def combine(num_tokens, rows, weights, results):
                 _block("""
 def combine(num_tokens, rows, weights, results):
     return torch.zeros(num_tokens, results.shape[1]).index_add(0, rows, results)
+"""),
+            ),
+            Mistake(
+                "the weights have no second dimension: `weights * results` would need as many weights as columns, "
+                "`weights[:, None]` gives one to each row",
+                _block("""
+def combine(num_tokens, rows, weights, results):
+    return torch.zeros(num_tokens, results.shape[1]).index_add(0, rows, weights * results)
+"""),
+            ),
+            Mistake(
+                "the weighted results are returned as they came, N rows of them; those of one token are still to "
+                "be added up",
+                _block("""
+def combine(num_tokens, rows, weights, results):
+    return weights[:, None] * results
+"""),
+            ),
+            Mistake(
+                "out is returned as it was made, all zeros: `index_add` gives back a new tensor and leaves its own "
+                "alone",
+                _block("""
+def combine(num_tokens, rows, weights, results):
+    return torch.zeros(num_tokens, results.shape[1])
 """),
             ),
         ),
@@ -454,6 +548,47 @@ def padded_offsets(sizes, block):
     return offsets
 """),
             ),
+            Mistake(
+                "rows are filled in where blocks are asked for: the next line multiplies by block once more",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // block) * block * block)
+    return offsets
+"""),
+            ),
+            Mistake(
+                "an empty group gets a block; it needs none",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + max(1, -(-size // block)) * block)
+    return offsets
+"""),
+            ),
+            Mistake(
+                "the quotient is rounded to the nearest whole number: what is left of a group needs a block, "
+                "however little it is",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + round(size / block) * block)
+    return offsets
+"""),
+            ),
+            Mistake(
+                "the groups are not padded at all: these are the raw offsets",
+                _block("""
+def padded_offsets(sizes, block):
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + size)
+    return offsets
+"""),
+            ),
         ),
         observe=calls("padded_offsets", ((3, 0, 2), 2), ((1, 127, 128, 129), 128), ((0, 256, 5, 0), 128)),
         lesson="Round up each size, then add up: every group starts at a multiple of the block.",
@@ -507,6 +642,20 @@ def two_rows(expert, r, offsets, padded_offsets):
                 _block("""
 def two_rows(expert, r, offsets, padded_offsets):
     return offsets[expert] + r, padded_offsets[expert] + r
+"""),
+            ),
+            Mistake(
+                "r is left out: this is the row of the expert's first token",
+                _block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    return padded_offsets[expert], offsets[expert]
+"""),
+            ),
+            Mistake(
+                "the start of the next expert is taken",
+                _block("""
+def two_rows(expert, r, offsets, padded_offsets):
+    return padded_offsets[expert + 1] + r, offsets[expert + 1] + r
 """),
             ),
         ),
@@ -574,8 +723,38 @@ def actual_rows(bx, size, padded_start, block=128):
     return max(0, min(128, size - (bx * block - padded_start)))
 """),
             ),
+            Mistake(
+                "the whole block is taken to be valid, padding too",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return block
+"""),
+            ),
+            Mistake(
+                "the size of the group is taken for what is left of it: every block claims to be its first",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return max(0, min(block, size))
+"""),
+            ),
+            Mistake(
+                "max and min have changed places: every block has 0 rows then",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return min(0, max(block, size - (bx * block - padded_start)))
+"""),
+            ),
+            Mistake(
+                "the remainder is taken: it is right for the last block of a group, and no full block has one",
+                _block("""
+def actual_rows(bx, size, padded_start, block=128):
+    return (size - (bx * block - padded_start)) % block
+"""),
+            ),
         ),
-        observe=calls("actual_rows", (3, 142, 256), (2, 142, 256), (4, 142, 256), (5, 256, 256), (1, 9, 4, 4)),
+        observe=calls(
+            "actual_rows", (3, 142, 256), (2, 142, 256), (4, 142, 256), (5, 256, 256), (1, 9, 4, 4), (6, 100, 768)
+        ),
         lesson="The baseline has the same line, with `T.max` and `T.min` of TileLang for `max` and `min`.",
     ),
 )
@@ -619,6 +798,20 @@ def flops(case):
             Mistake(
                 "the work is counted for every expert; a row goes through the weights of its own expert only",
                 "def flops(case):\n    return 6 * case.hidden * case.intermediate * case.num_tokens * case.num_experts",
+            ),
+            Mistake(
+                "one product is counted; a row goes through three: gate, up and down",
+                _block("""
+def flops(case):
+    return 2 * case.hidden * case.intermediate * case.num_tokens
+"""),
+            ),
+            Mistake(
+                "the rows are counted twice: the last line multiplies by them already",
+                _block("""
+def flops(case):
+    return 6 * case.hidden * case.intermediate * case.num_tokens**2
+"""),
             ),
         ),
         observe=calls("flops", *((case,) for case in CASES.values())),
@@ -664,6 +857,27 @@ def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
                 _block("""
 def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
     return min(num_flops / (peak_tflops * 1e9), num_bytes / (bandwidth_tbps * 1e9))
+"""),
+            ),
+            Mistake(
+                "only the arithmetic is counted: where memory is slower, it decides",
+                _block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    return num_flops / (peak_tflops * 1e9)
+"""),
+            ),
+            Mistake(
+                "only the memory is counted: where the arithmetic is slower, it decides",
+                _block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    return num_bytes / (bandwidth_tbps * 1e9)
+"""),
+            ),
+            Mistake(
+                "the mean of the two times is taken; the slower side decides alone",
+                _block("""
+def bound_ms(num_flops, num_bytes, peak_tflops, bandwidth_tbps):
+    return (num_flops / (peak_tflops * 1e9) + num_bytes / (bandwidth_tbps * 1e9)) / 2
 """),
             ),
         ),
@@ -728,6 +942,38 @@ def contest_score(times_ms, baseline_ms):
     return math.floor(100 * sum(baseline_ms) / (sum(baseline_ms) + sum(times_ms)))
 """),
             ),
+            Mistake(
+                "the two times have changed places: a faster kernel would get fewer points",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [math.floor(100 * t / (b + t)) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "the points are rounded up; the judge rounds down",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [math.ceil(100 * b / (b + t)) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "100 is multiplied after the rounding (or not at all), so every case has 0 points",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [math.floor(b / (b + t)) * 100 for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
+            Mistake(
+                "B / T is taken; the score is 100 * B / (B + T), which cannot exceed 100",
+                _block("""
+def contest_score(times_ms, baseline_ms):
+    points = [math.floor(100 * b / t) for t, b in zip(times_ms, baseline_ms)]
+    return sum(points) / len(points)
+"""),
+            ),
         ),
         observe=calls(
             "contest_score",
@@ -779,6 +1025,28 @@ def registers(rows, columns, element_bytes, threads, copies):
                 "bytes are returned; a register holds 4 of them",
                 "def registers(rows, columns, element_bytes, threads, copies):\n"
                 "    return rows * columns * element_bytes * copies // threads",
+            ),
+            Mistake(
+                "the registers of all threads are added up; each of the threads holds its share",
+                _block("""
+def registers(rows, columns, element_bytes, threads, copies):
+    return rows * columns * element_bytes * copies // 4
+"""),
+            ),
+            Mistake(
+                "the copies divide instead of multiplying: the more often a fragment is held, the more registers "
+                "it takes",
+                _block("""
+def registers(rows, columns, element_bytes, threads, copies):
+    return rows * columns * element_bytes // copies // threads // 4
+"""),
+            ),
+            Mistake(
+                "the bytes of one element are rounded down to whole registers first: 2 bytes become 0",
+                _block("""
+def registers(rows, columns, element_bytes, threads, copies):
+    return rows * columns * (element_bytes // 4) * copies // threads
+"""),
             ),
         ),
         observe=calls("registers", (128, 128, 4, 256, 1), (128, 128, 2, 256, 2), (128, 64, 2, 256, 4)),
@@ -833,6 +1101,34 @@ def swiglu(gate, up):
             Mistake(
                 "gate and up have changed places: SiLU belongs to the gate",
                 "def swiglu(gate, up):\n    return up / (1.0 + torch.exp2(-up * 1.44269504)) * gate",
+            ),
+            Mistake(
+                "gate is divided by log2(e); exp(x) = exp2(x * log2(e))",
+                _block("""
+def swiglu(gate, up):
+    return gate / (1.0 + torch.exp2(-gate / 1.44269504)) * up
+"""),
+            ),
+            Mistake(
+                "exp is called with the argument of exp2: log2(e) belongs inside exp2 only",
+                _block("""
+def swiglu(gate, up):
+    return gate / (1.0 + torch.exp(-gate * 1.44269504)) * up
+"""),
+            ),
+            Mistake(
+                "the 1 of the denominator is left out",
+                _block("""
+def swiglu(gate, up):
+    return gate / torch.exp2(-gate * 1.44269504) * up
+"""),
+            ),
+            Mistake(
+                "up is multiplied twice: the last line does it already",
+                _block("""
+def swiglu(gate, up):
+    return gate / (1.0 + torch.exp2(-gate * 1.44269504)) * up * up
+"""),
             ),
         ),
         observe=calls(
@@ -892,6 +1188,34 @@ def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
     return tiles + 2 * block_m * block_n * 4
 """),
             ),
+            Mistake(
+                "the token tile is never counted; the flag says when it is shared",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * 2 * block_n * block_k
+"""),
+            ),
+            Mistake(
+                "bytes are filled in where elements are asked for: the last line multiplies by 2 already",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 4 * (2 * block_n * block_k + (block_m * block_k if token_tile_is_shared else 0))
+"""),
+            ),
+            Mistake(
+                "the flag is read the wrong way round",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (2 * block_n * block_k + (0 if token_tile_is_shared else block_m * block_k))
+"""),
+            ),
+            Mistake(
+                "the weight tiles are given block_m rows; theirs are block_n",
+                _block("""
+def shared_bytes(block_m, block_n, block_k, token_tile_is_shared):
+    return 2 * (2 * block_m * block_k + (block_m * block_k if token_tile_is_shared else 0))
+"""),
+            ),
         ),
         observe=calls("shared_bytes", (128, 128, 128, False), (128, 128, 64, True), (64, 256, 32, True)),
         lesson="128x128x128 with a fragment fills the 64 KiB of a C500 block; half the K leaves room for the tokens.",
@@ -934,6 +1258,27 @@ def weight_row(bx, i, padded_start, raw_start, block=128):
             Mistake(
                 "the rows of the expert's earlier blocks are forgotten: right for the first block of each group only",
                 "def weight_row(bx, i, padded_start, raw_start, block=128):\n    return raw_start + i",
+            ),
+            Mistake(
+                "raw_start is left out: every expert would read the weights of the first",
+                _block("""
+def weight_row(bx, i, padded_start, raw_start, block=128):
+    return bx * block - padded_start + i
+"""),
+            ),
+            Mistake(
+                "i is left out: every row of the block would use the weight of its first",
+                _block("""
+def weight_row(bx, i, padded_start, raw_start, block=128):
+    return raw_start + bx * block - padded_start
+"""),
+            ),
+            Mistake(
+                "the padded rows of earlier experts are counted on top of their raw rows",
+                _block("""
+def weight_row(bx, i, padded_start, raw_start, block=128):
+    return raw_start + bx * block + i
+"""),
             ),
         ),
         observe=calls("weight_row", (0, 5, 0, 0), (1, 5, 0, 0), (3, 0, 256, 142), (4, 7, 512, 284)),
@@ -979,6 +1324,34 @@ def one_stage(hidden, block_n):
                 "gate and up are counted as one product; they are two, of 2 * H * I each",
                 "def one_stage(hidden, block_n):\n    return (2 * (hidden // block_n) + 2) / 6",
             ),
+            Mistake(
+                "operations are returned (over H * I); the question is how many times those of two stages, 4 + 2",
+                _block("""
+def one_stage(hidden, block_n):
+    return 4 * (hidden // block_n) + 2
+"""),
+            ),
+            Mistake(
+                "down is left out: it is done once, in one stage as in two",
+                _block("""
+def one_stage(hidden, block_n):
+    return 4 * (hidden // block_n) / 6
+"""),
+            ),
+            Mistake(
+                "down is repeated instead of gate and up",
+                _block("""
+def one_stage(hidden, block_n):
+    return (4 + 2 * (hidden // block_n)) / 6
+"""),
+            ),
+            Mistake(
+                "the ratio is upside down: one stage does more, so it is above 1",
+                _block("""
+def one_stage(hidden, block_n):
+    return 6 / (4 * (hidden // block_n) + 2)
+"""),
+            ),
         ),
         observe=calls("one_stage", (2048, 128), (7168, 128), (256, 256)),
         lesson="11 times the work to save 4.4% of the bytes in case 1; 37.7 times to save 1.2% in cases 2 and 3.",
@@ -1018,6 +1391,22 @@ its kernel in the cache (False):
             Mistake(
                 "P is left out of the key; the grid and three tensors are as large as P says",
                 "compiles = (False, False, False, True)",
+            ),
+            Mistake(
+                "every call is taken to compile; the cache is there so that the same sizes compile once",
+                "compiles = (True, True, True, True)",
+            ),
+            Mistake(
+                "nothing is taken to compile again; P and N are in the key, and both can differ between calls",
+                "compiles = (False, False, False, False)",
+            ),
+            Mistake(
+                "content is taken for the key, and sizes are not: it is the other way round",
+                "compiles = (False, True, False, False)",
+            ),
+            Mistake(
+                "True and False have changed places: True is for a call that compiles",
+                "compiles = (True, True, False, False)",
             ),
         ),
         observe=value("compiles"),
@@ -1065,6 +1454,19 @@ whether it fits (True or False), before you run anything.
                 "one weight tile is counted; stage 1 keeps the gate tile and the up tile at once",
                 "fits = (True, True, False, True)",
             ),
+            Mistake(
+                "one weight tile is counted and no registers; stage 1 keeps two tiles, and 256 columns fill a "
+                "thread's registers",
+                "fits = (True, True, True, True)",
+            ),
+            Mistake(
+                "the last is refused; it needs 32,768 bytes and 144 registers, half of what there is and a little more",
+                "fits = (True, False, False, False)",
+            ),
+            Mistake(
+                "True and False have changed places: True is for what fits",
+                "fits = (False, True, True, False)",
+            ),
         ),
         observe=value("fits"),
         lesson="Width fills the registers, width times depth the shared memory: check both.",
@@ -1101,6 +1503,19 @@ change, 2 twice as many, 0.5 half.
                 "a smaller tile is taken for less traffic; there are more tiles, so the other operand is read more "
                 "often",
                 "reads = (0.5, 1)",
+            ),
+            Mistake(
+                "one block is looked at: it reads half the weights, but there are twice as many blocks",
+                "reads = (1, 0.5)",
+            ),
+            Mistake(
+                "the tokens are right; of the weights one block is looked at, and there are twice as many blocks",
+                "reads = (2, 0.5)",
+            ),
+            Mistake(
+                "the blocks are taken to share everything; each reads its row block's tokens for itself, and there "
+                "are twice as many",
+                "reads = (1, 1)",
             ),
         ),
         observe=value("reads"),
@@ -1142,6 +1557,14 @@ does it hold at the same time in each case?
             Mistake(
                 "only threads are counted",
                 "resident = (8, 8, 8)",
+            ),
+            Mistake(
+                "a processor is taken to hold one block at a time; it holds as many as find room",
+                "resident = (1, 1, 1)",
+            ),
+            Mistake(
+                "the order is turned round: the smaller the tile, the more blocks",
+                "resident = (3, 2, 1)",
             ),
         ),
         observe=value("resident"),
@@ -1207,6 +1630,61 @@ def gain(runs, old, new):
     return sum(ratios) / len(ratios)
 """),
             ),
+            Mistake(
+                "the times of the shared tiers are added up before they are divided: the slowest tier decides, "
+                "while the mean of the ratios weighs all alike",
+                _block("""
+def gain(runs, old, new):
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    return sum(times[old, tier] for tier in tiers) / sum(times[new, tier] for tier in tiers)
+"""),
+            ),
+            Mistake(
+                "the times of the shared tiers are added up before they are divided, and the ratio is upside down "
+                "as well",
+                _block("""
+def gain(runs, old, new):
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    return sum(times[new, tier] for tier in tiers) / sum(times[old, tier] for tier in tiers)
+"""),
+            ),
+            Mistake(
+                "the ratio is upside down, and the best time of each version is taken, whatever machine it came from",
+                _block("""
+def gain(runs, old, new):
+    best = lambda wanted: min(time_ms for version, _, time_ms in runs if version == wanted)
+    return best(new) / best(old)
+"""),
+            ),
+            Mistake(
+                "the mean time of each version is compared, over all machines it ran on",
+                _block("""
+def gain(runs, old, new):
+    mean = lambda times: sum(times) / len(times)
+    of = lambda wanted: mean([time_ms for version, _, time_ms in runs if version == wanted])
+    return of(old) / of(new)
+"""),
+            ),
+            Mistake(
+                "the times are subtracted; how many times faster is a ratio",
+                _block("""
+def gain(runs, old, new):
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    return sum(times[old, tier] - times[new, tier] for tier in tiers) / len(tiers)
+"""),
+            ),
+            Mistake(
+                "the ratios are added up and not divided by how many there are",
+                _block("""
+def gain(runs, old, new):
+    times = {(version, tier): time_ms for version, tier, time_ms in runs}
+    tiers = [tier for version, tier in times if version == old and (new, tier) in times]
+    return sum(times[old, tier] / times[new, tier] for tier in tiers)
+"""),
+            ),
         ),
         observe=calls(
             "gain",
@@ -1261,6 +1739,40 @@ def relative_time(a, b):
                 "def relative_time(a, b):\n    return sum(b) / sum(a)",
             ),
             Mistake(
+                "the medians of the two lists are compared: their middles happened at different clocks; the ratio "
+                "comes first, the median after it",
+                _block("""
+def relative_time(a, b):
+    middle = lambda times: (sorted(times)[(len(times) - 1) // 2] + sorted(times)[len(times) // 2]) / 2
+    return middle(b) / middle(a)
+"""),
+            ),
+            Mistake(
+                "the mean of the ratios is taken: one disturbed run moves it, and leaves a median alone",
+                _block("""
+def relative_time(a, b):
+    return sum(y / x for x, y in zip(a, b)) / len(a)
+"""),
+            ),
+            Mistake(
+                "the times are subtracted; relative to a is a ratio",
+                _block("""
+def relative_time(a, b):
+    ratios = sorted(y - x for x, y in zip(a, b))
+    middle = len(ratios) // 2
+    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+"""),
+            ),
+            Mistake(
+                "both lists are sorted before they are paired: what ran side by side is no longer side by side",
+                _block("""
+def relative_time(a, b):
+    ratios = sorted(y / x for x, y in zip(sorted(a), sorted(b)))
+    middle = len(ratios) // 2
+    return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+"""),
+            ),
+            Mistake(
                 "the fastest run of each is compared: they happened at different clocks",
                 "def relative_time(a, b):\n    return min(b) / min(a)",
             ),
@@ -1284,6 +1796,23 @@ def relative_time(a, b):
 )
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of an edited text.
+
+    Attributes:
+        kind: what is compared.
+        said: the judge's sentence, for the reader.
+    """
+
+    kind: str
+    said: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """Both, in a line."""
+        return f"{self.kind} ({self.said})" if self.said else self.kind
+
+
 def _of_a_cheat(answer: Any) -> Observation:
     """Observe a function that edits the baseline's text, by what the judge says to the result."""
     from moe_lab.steps import step
@@ -1292,21 +1821,27 @@ def _of_a_cheat(answer: Any) -> Observation:
     edited = answer(source)
     if not isinstance(edited, str):
         return [("cheat(source)", edited)]
-    return [("cheat(source)", "the same text" if edited == source else _judged(edited))]
+    return [("cheat(source)", _Outcome("the same text") if edited == source else _judged(edited))]
 
 
 @functools.cache
-def _judged(source: str) -> str:
+def _judged(source: str) -> _Outcome:
     """What one routing of the judge says to a text."""
     from moe_lab.judge import Verdict, judge
     from moe_lab.judge.plan import Plan, structural_groups
     from moe_lab.submission import Submission
 
     plan = Plan(structural_groups(random.Random(0))[:1], variants=False, fit=False)
-    verdict = judge(Submission(source, "cheat.py"), seed=1, plan=plan).verdict
-    if verdict in (Verdict.WRONG_ANSWER, Verdict.RULE_VIOLATION):
-        return "caught"
-    return "accepted" if verdict is Verdict.ACCEPTED else "a file that does not run"
+    report = judge(Submission(source, "cheat.py"), seed=1, plan=plan)
+    if report.verdict is Verdict.ACCEPTED:
+        return _Outcome("an accepted file")
+    if not any(case.calls for case in report.cases):
+        # Nothing was computed: what the judge refused is the text, not what it does.
+        ruled = report.verdict is Verdict.RULE_VIOLATION
+        return _Outcome("a text that a rule refuses" if ruled else "a file that does not run", report.sentence)
+    if report.verdict in (Verdict.WRONG_ANSWER, Verdict.RULE_VIOLATION):
+        return _Outcome("a file that is caught by what it does")
+    return _Outcome("a file that does not run", report.sentence)
 
 
 _SUBMISSION = (
@@ -1317,7 +1852,8 @@ _SUBMISSION = (
         task=_block("""
 Edit the text of a submission so that it still runs and does *less* than it should: skip work, keep something from an
 earlier call, hope that nobody looks. `source` is the baseline's text; return the edited text. The check hands it to the
-judge (about 15 seconds) and is content when it is caught.
+judge (about 15 seconds) and is content when the file runs and is caught by what it does; a rule that refuses the text
+does not count.
 """),
         answer="cheat",
         gap=_block("""
@@ -1343,6 +1879,14 @@ def cheat(source):
                 'def cheat(source):\n    return source.replace("kernel.launch()", "pass")',
             ),
             Mistake(
+                "a rule refused the text before it ran, so no number of it was looked at; a cheat that interests "
+                "the judge keeps to what a submission may write",
+                _block("""
+def cheat(source):
+    return "import os\\n" + source
+"""),
+            ),
+            Mistake(
                 "the edited file no longer runs; a cheat has to look honest until its numbers are compared",
                 'def cheat(source):\n    return source.replace("kernel(\\n", "krenel(\\n")',
             ),
@@ -1353,7 +1897,8 @@ def cheat(source):
             ),
         ),
         observe=_of_a_cheat,
-        lesson="From call to call the judge changes tokens, weights, routing and what out holds, and compares each.",
+        lesson="It ran, and what it did gave it away: from call to call the judge changes tokens, weights, routing and "
+        "what out holds, and compares each.",
     ),
 )
 

@@ -27,6 +27,8 @@ _EXPERT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
 _PALE, _LINE = "#F2F2F2", "#555555"
 #: Width of the widest picture, in points of text: 9 inches, what a notebook page shows without shrinking it.
 _PAGE = 648
+#: Between blocks of a grid, in points, where there is room.
+_GAP = 6
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -296,14 +298,17 @@ def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int,
     unit = min(0.55 * 72, (_PAGE - before - after) / across)
     high = min(0.62, max(0.22, 9 / max(1, rows_of_blocks)))
     figure, (axes,) = _figure((before + across * unit + after) / 72, 1.1 + high * rows_of_blocks)
+    # Blocks stand apart, also those of one expert: a full block and the rows of the next must not look like one.
+    left, low = (min(_GAP, 0.15 * side) / 2 / side for side in (unit, 72 * high))
+    wide, tall = 1 - 2 * left, 1 - 2 * low
     for bx, expert in enumerate(layout.block_map):
         valid = layout.actual_rows(bx) / layout.block
         y = rows_of_blocks - bx - 1
         for by in range(across):
             colour = _EXPERT_COLOURS[expert % len(_EXPERT_COLOURS)]
-            _box(axes, by, y, 1, 1, "white", hatch="////", edgecolor="#BBBBBB", linewidth=0)
-            _box(axes, by, y + 1 - valid, 1, valid, colour, linewidth=0)
-            _box(axes, by, y, 1, 1, "none")
+            _box(axes, by + left, y + low, wide, tall, "white", hatch="////", edgecolor="#BBBBBB", linewidth=0)
+            _box(axes, by + left, y + low + (1 - valid) * tall, wide, valid * tall, colour, linewidth=0)
+            _box(axes, by + left, y + low, wide, tall, "none", edgecolor="black")
         axes.text(-6 / unit, y + 0.5, names[bx], ha="right", va="center", fontsize=9)
         axes.text(across + 6 / unit, y + 0.5, f"{layout.actual_rows(bx)} rows", ha="left", va="center", fontsize=9)
     level = rows_of_blocks + 0.12 / high
@@ -314,7 +319,7 @@ def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int,
     notes = ["filled: valid", "hatched: padding"]
     if chosen is not None:
         bx, by = chosen
-        _box(axes, by, rows_of_blocks - bx - 1, 1, 1, "none", edgecolor="black", linewidth=2.5)
+        _box(axes, by + left, rows_of_blocks - bx - 1 + low, wide, tall, "none", edgecolor="black", linewidth=2.5)
         notes.append(f"thick frame: bx {bx}, by {by}")
     for line, note in enumerate(notes):
         axes.text(across / 2, -(0.1 + 0.14 * line) / high, note, ha="center", va="center", fontsize=8)

@@ -220,7 +220,7 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
             ),
             ("threads", kernel.threads, most_threads, 1, "a block"),
         ):
-            words = "unknown" if need is None else f"{need / scale:g}"
+            words = "unknown" if need is None else f"{round(need / scale, 2):g}"
             words += f" of {limit / scale:g} {unit}" if limit else f" {unit}"
             gauges.append(Gauge(f"stage {kernel.stage}: {what}", need, limit, words))
     return gauges
@@ -278,7 +278,7 @@ def draw(readout: Readout) -> Figure:
 
     # Fixed axes: a layout engine would take longer than everything else, and the frame would move with the labels.
     figure = Figure(figsize=(6.6, 5.2))
-    _draw_gauges(figure.add_axes((0.25, 0.57, 0.40, 0.37)), readout)
+    _draw_gauges(figure.add_axes((0.25, 0.57, 0.34, 0.37)), readout)
     _draw_roofline(figure.add_axes((0.12, 0.10, 0.85, 0.36)), readout)
     return figure
 
@@ -305,7 +305,8 @@ def _draw_gauges(axes: Axes, readout: Readout) -> None:
         # What is far over the limit would squeeze everything else, so its bar ends in an arrow.
         if gauge.share > end:
             axes.plot(end, row, marker=">", markersize=9, color=_VERMILION, clip_on=False)
-        axes.text(end + 0.10, row, gauge.text + (", too much" if over else ""), va="center", fontsize=8.5)
+        at = end + 0.07 if limited else 0.02
+        axes.text(at, row, gauge.text + (", too much" if over else ""), va="center", fontsize=8.5)
     axes.set_title("What a block needs against the limit" if limited else "What a block needs", fontsize=10, loc="left")
     if limited:
         axes.axvline(1.0, color=_LINE, linewidth=1.2)
@@ -314,7 +315,7 @@ def _draw_gauges(axes: Axes, readout: Readout) -> None:
     axes.set_xlim(0, end)
     axes.invert_yaxis()
     axes.tick_params(length=0)
-    for side in ("top", "right", "left"):
+    for side in ("top", "right", "left") if limited else ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
 
 
@@ -325,7 +326,7 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
     roof, colour = readout.roof, _ORANGE if lands else _VERMILION
     if roof is None:
         axes.set_axis_off()
-        axes.text(0.0, 0.5, readout.bound_sentence, va="center", fontsize=9)
+        axes.text(0.0, 0.9, readout.bound_sentence, va="center", fontsize=9)
         return
     low, high, top = roof.ridge / 30, roof.ridge * 30, roof.peak_tflops
     axes.set_xscale("log")

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from moe_lab.contract import ARGUMENTS
 from moe_lab.errors import ExerciseError
 from moe_lab.exercises import EXERCISES, Exercise, check, of_notebook
 
@@ -33,10 +34,11 @@ def test_untouched_gap_is_met_kindly(exercise: Exercise, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_usual_mistake_is_named(exercise: Exercise, mistake) -> None:
-    with pytest.raises(ExerciseError, match=r"got .*, expected") as caught:
+    with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised") as caught:
         check(exercise.key, exercise.run(mistake.code))
     assert caught.value.mistake == mistake.name
-    assert mistake.name in str(caught.value)
+    assert str(caught.value).endswith(f". This is what comes out if {mistake.name}.")
+    assert "\n" not in str(caught.value)
 
 
 @EACH
@@ -46,10 +48,36 @@ def test_is_complete_and_its_mistakes_differ(exercise: Exercise) -> None:
     assert exercise.answer in exercise.gap
     # The cell shows the gap, so the solution must start from the same lines.
     assert exercise.gap.splitlines()[0].split("=")[0] == exercise.solution.splitlines()[0].split("=")[0]
-    seen = [
-        repr(exercise.observe(exercise.run(code))) for code in (exercise.solution, *(m.code for m in exercise.mistakes))
-    ]
+    seen = [_behaviour(exercise, code) for code in (exercise.solution, *(m.code for m in exercise.mistakes))]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
+    names = [mistake.name for mistake in exercise.mistakes]
+    assert len(set(names)) == len(names)
+
+
+def _behaviour(exercise: Exercise, code: str) -> str:
+    try:
+        return repr(exercise.observe(exercise.run(code)))
+    except Exception as error:  # noqa: BLE001 -- some mistakes raise
+        return repr(error)
+
+
+def test_every_other_argument_is_a_named_mistake() -> None:
+    wrong = {argument.name for argument in ARGUMENTS} - {"routed_expert_weights"}
+    assert {mistake.code for mistake in EXERCISES["raw_argument"].mistakes} == {
+        f'raw_argument = "{name}"' for name in wrong
+    }
+
+
+def test_a_rule_that_refuses_a_cheat_is_no_catch_and_is_told() -> None:
+    with pytest.raises(ExerciseError, match="a rule refused the text before it ran") as caught:
+        check("cheat", lambda source: "import os\n" + source)
+    assert "moe-lab explain" in str(caught.value)
+
+
+def test_a_cheat_that_runs_is_caught_by_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "T.Kernel(num_blocks_m, T.ceildiv(hidden, STAGE2_BLOCK_N)"
+    check("cheat", lambda source: source.replace(grid, grid + " - 1"))
+    assert capsys.readouterr().out.startswith("Right. It ran")
 
 
 def test_mistakes_are_named_by_behaviour_not_by_text() -> None:
@@ -101,6 +129,7 @@ def test_an_ellipsis_in_a_right_answer_is_no_gap(capsys: pytest.CaptureFixture[s
         ("route_weights", lambda logits, top_k: (logits, logits), "expected"),
         ("combine", lambda *a: torch.full((3, 2), float("nan")), "expected"),
         ("raw_argument", 4, "expected 'routed_expert_weights'"),
+        ("raw_argument", None, "none of the usual mistakes"),
         ("bound", lambda *a: (1.0, 2.0), "expected"),
         ("no_such_exercise", 1, "expected one of raw_argument, route_weights"),
     ],

@@ -48,7 +48,18 @@ def test_blocks_show_valid_rows_of_each_block() -> None:
     assert [text for text in _texts(axes) if text.endswith("rows")] == ["128 rows", "14 rows", "100 rows"]
     assert "bx 2, expert 2" in _texts(axes)
     # The coloured part of block 1 is as high as its share of valid rows.
-    assert any(box.get_height() == pytest.approx(14 / 128) for box in _rectangles(axes))
+    (whole,) = {round(box.get_height(), 6) for box in _rectangles(axes) if box.get_hatch()}
+    assert any(box.get_height() == pytest.approx(14 / 128 * whole) for box in _rectangles(axes))
+
+
+@pytest.mark.parametrize("columns", [384, 8192])
+def test_blocks_of_one_expert_stand_apart(columns: int) -> None:
+    (axes,) = pictures.blocks(GroupedLayout((142, 256)), columns, 128, chosen=(1, 1)).axes
+    frames = [box.get_bbox() for box in _rectangles(axes) if box.get_hatch()]
+    assert len(frames) == 4 * columns // 128
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(frames, 2))
+    above, below = (next(box for box in frames if box.x0 < 1 and row < box.y0 < row + 1) for row in (3, 2))
+    assert above.y0 - below.y1 > 0.05
 
 
 def test_two_stages_cut_both_results_into_blocks() -> None:
