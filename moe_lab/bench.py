@@ -26,13 +26,13 @@ import torch
 
 from moe_lab import backend
 from moe_lab.contract import CASES, JUDGE_TOLERANCE, Case
-from moe_lab.errors import ContractError, DataError
-from moe_lab.inputs import DISTRIBUTIONS, Inputs, draw_inputs, group_sizes
+from moe_lab.errors import ContractError, DataError, SubmissionError
+from moe_lab.inputs import Inputs, draw_inputs, group_sizes
 from moe_lab.layout import GroupedLayout
 from moe_lab.peers import PEERS, Peer, forget_copies
 from moe_lab.reference import fused_truth
 from moe_lab.roofline import work
-from moe_lab.routings import routing as recorded_routing
+from moe_lab.routings import routings
 from moe_lab.steps import STEPS, Step, find
 from moe_lab.submission import Submission
 from moe_lab.timing import COLD, Kind, Measurement, Timing, interleave, measurements, new_run, record
@@ -100,8 +100,8 @@ def run(
         The recorded rows.
 
     Raises:
-        ContractError: for a case on a CPU or an unknown routing.
-        SubmissionError: for an unknown step.
+        ContractError: for a case on a CPU, or a case or a routing that does not exist.
+        SubmissionError: for an unknown step, or none at all.
         BackendError: if this machine cannot run TileLang.
     """
     where = backend.prepare()
@@ -111,14 +111,20 @@ def run(
             "got a contest case on a machine with no GPU, expected none: a CPU would need hours, so it runs a small "
             "case that shows the harness and no speed worth comparing"
         )
-    chosen = [find(name) for name in steps] if steps else _steps_for(where)
-    problems = [CPU_CASE] if on_cpu else [CASES[number] for number in cases or CASES]
+    unknown = [number for number in cases or () if number not in CASES]
+    if unknown:
+        raise ContractError(f"got case {unknown[0]}, expected one of {', '.join(map(str, CASES))}")
+    chosen = _steps_for(where) if steps is None else list(dict.fromkeys(find(name) for name in steps))
+    if not chosen:
+        raise SubmissionError(f"got no step, expected one or more of {', '.join(STEPS)}")
+    problems = [CPU_CASE] if on_cpu else [CASES[number] for number in dict.fromkeys(cases or CASES)]
+    # Before anything is said, so that a wrong name is one sentence and not the end of a run.
+    drawn = {case: _sizes(case, routing) for case in problems}
     rows: list[Measurement] = []
     run_id, recorded_at = new_run()
     say(f"run {run_id} on {where.name}" + (" (CPU: shows the harness, says nothing about a GPU)" if on_cpu else ""))
     versions = " ".join(f"{name}={value.replace(' ', '_')}" for name, value in _versions().items())
-    for case in problems:
-        sizes = _sizes(case, routing, seed)
+    for case, sizes in drawn.items():
         timed = time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
         for candidate, timing, error in timed:
             rows.append(
@@ -144,14 +150,17 @@ def _steps_for(where: backend.Backend) -> list[Step]:
     return [entry for entry in STEPS.values() if entry.branch != "hopper" or hopper]
 
 
-def _sizes(case: Case, name: str, seed: int) -> tuple[int, ...]:
-    for number, contest_case in CASES.items():
-        if contest_case == case:
-            return recorded_routing(number, name).sizes
-    distribution = name.partition("-")[0]
-    if distribution not in DISTRIBUTIONS:
-        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(DISTRIBUTIONS)}")
-    return group_sizes(distribution, case.num_experts, case.num_tokens, seed)
+def _sizes(case: Case, name: str) -> tuple[int, ...]:
+    """Group sizes of a recorded routing; a case that is none of the contest's draws its own in the same way."""
+    number = next((number for number, contest_case in CASES.items() if contest_case == case), None)
+    rows = [row for row in routings() if row.case == (number or 1)]
+    known = {row.name: row for row in rows if number or row.distribution != "edge"}
+    if name not in known:
+        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(known)}")
+    row = known[name]
+    if number or row.distribution == "edge":
+        return row.sizes
+    return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
 
 
 def _versions() -> dict[str, str]:
@@ -406,18 +415,23 @@ def bound_ms(rows: Sequence[Measurement]) -> float:
 
 
 def render(rows: Sequence[Measurement]) -> list[str]:
-    """One aligned line for each row of one run and case, fastest first, and the bound."""
-    bound = bound_ms(rows) if any(row.kind != "roof" for row in rows) else None
+    """One aligned line for each row of one run and case, fastest first, and the bound.
+
+    A CPU has no bound: what fits its caches beats the copy, and bf16 can beat the matmul in fp32.
+    """
+    bounded = rows[0].cache in COLD and any(row.kind != "roof" for row in rows)
+    bound = bound_ms(rows) if bounded else None
     width = max(len(row.name) for row in rows)
+    column = "  x bound" if bound else ""
     lines = [
         f"{rows[0].case}, {rows[0].routing}, {rows[0].cache} cache, {rows[0].rounds} rounds on {rows[0].device}",
-        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s  x bound     error",
+        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s{column}     error",
     ]
     for row in sorted(rows, key=lambda row: (row.kind == "roof", row.median_ms)):
         times = f"{row.median_ms:9.4f}  {row.low_ms:8.4f} - {row.high_ms:8.4f}"
-        ratio = f"{row.median_ms / bound:7.2f}" if bound and row.kind != "roof" else " " * 7
+        ratio = "" if not bound else " " * 9 if row.kind == "roof" else f"  {row.median_ms / bound:7.2f}"
         error = f"{row.error:8.1e}" if row.error is not None else ""
-        lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}  {ratio}  {error}")
+        lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}{ratio}  {error}")
     if bound:
         lines.append(f"{'bound, roofs at their fast ends':{width}}  {bound:9.4f}")
     return lines

@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -9,10 +11,11 @@ from moe_lab import bench
 from moe_lab.bench import CPU_CASE, Candidate, bound_ms, render, roof_of, summary, summary_rows
 from moe_lab.contract import CASES, Case
 from moe_lab.errors import ContractError, DataError, SubmissionError
-from moe_lab.inputs import make_inputs
+from moe_lab.inputs import group_sizes, make_inputs
 from moe_lab.peers import PEERS, Peer
 from moe_lab.reference import fused_truth
 from moe_lab.roofline import work
+from moe_lab.routings import routings
 from moe_lab.steps import STEPS, find
 from moe_lab.timing import Measurement, measurements, record, summarise
 
@@ -53,9 +56,43 @@ def test_a_contest_case_on_a_cpu_is_refused_and_nothing_is_recorded(tmp_path):
         bench.run(cases=[1], folder=tmp_path)
     with pytest.raises(SubmissionError, match="got step 's99'"):
         bench.run(steps=["s99"], folder=tmp_path)
-    with pytest.raises(ContractError, match="got routing 'flat'"):
-        bench.run(steps=["s0"], routing="flat", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_exist_is_named_before_anything_else_is_said(tmp_path):
+    said: list[str] = []
+    for options, error, says in (
+        ({"routing": "flat"}, ContractError, "got routing 'flat' for .*, expected one of balanced, multinomial-0, "),
+        # Of a shape made by hand only the contest's cases have one.
+        ({"routing": "empty half"}, ContractError, "got routing 'empty half' for .* one_expert$"),
+        ({"steps": []}, SubmissionError, "got no step, expected one or more of s0_baseline, "),
+        ({"cases": [9]}, ContractError, "got a contest case" if not torch.cuda.is_available() else "got case 9"),
+    ):
+        with pytest.raises(error, match=says):
+            bench.run(**{"steps": ["s0"], "folder": tmp_path, "say": said.append, **options})
+    assert said == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_routing_means_its_recorded_sizes_or_the_same_draw_for_another_case():
+    for row in routings():
+        assert bench._sizes(CASES[row.case], row.name) == row.sizes
+    assert bench._sizes(CPU_CASE, "skewed-1") == group_sizes("skewed", CPU_CASE.num_experts, CPU_CASE.num_tokens, 1)
+    with pytest.raises(
+        ContractError, match=r"got routing 'multinomial-9' for case 1, expected one of balanced, .*empty half"
+    ):
+        bench._sizes(CASES[1], "multinomial-9")
+
+
+def test_the_help_names_the_routings_that_there_are():
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_lab", "bench", "--help"], capture_output=True, text=True, check=True
+    )
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert "balanced, multinomial-0 to -2, skewed-0, skewed-1 or one_expert; on a GPU also" in text
+    drawn = [row.name for row in routings() if row.case == 1 and row.distribution != "edge"]
+    assert drawn == ["balanced", *(f"multinomial-{n}" for n in range(3)), "skewed-0", "skewed-1", "one_expert"]
+    assert "empty half" in {row.name for row in routings()}
 
 
 @pytest.mark.parametrize("case", [TINY, ODD])
@@ -262,3 +299,12 @@ def test_lines_are_aligned_fastest_first_with_the_bound(recorded):
     assert "1.06" in lines[2]
     assert lines[-1].startswith("bound, roofs at their fast ends")
     assert len({line.index("-") for line in lines[2:5]}) == 1
+
+
+def test_a_cpu_has_no_bound_that_something_could_beat(recorded):
+    lines = render(recorded[0])
+    assert lines == recorded[1][-1 - len(lines) : -1]
+    assert not any("bound" in line for line in lines)
+    assert lines[1].split()[-2:] == ["GB/s", "error"]
+    step = next(line for line in lines if line.startswith("s0_baseline"))
+    assert lines[1].index("error") + len("error") == len(step)
