@@ -138,9 +138,11 @@ class Lab:
             self.page.wait_for_timeout(200)
 
     def picture(self, name, target=None):
-        """Keep a screenshot of the page or of a part of it."""
+        """Keep a screenshot of the page or of a part of it, and return its path."""
         PICTURES.mkdir(exist_ok=True)
-        (target or self.page).screenshot(path=PICTURES / f"{name}.png")
+        path = PICTURES / f"{name}.png"
+        (target or self.page).screenshot(path=path)
+        return path
 
 
 @contextmanager

@@ -5,8 +5,10 @@ import re
 
 import psutil
 import pytest
+from PIL import Image
 
-from moe_lab.explorer import FIRST_CASE_RIGHT
+from moe_lab import backend
+from moe_lab.explorer import FIRST_CASE_RIGHT, Session, Setting
 from moe_lab.steps import step
 from moe_lab.submission import Submission
 
@@ -157,3 +159,33 @@ def test_fast_drags_leave_no_backlog_and_stop_leaves_no_process(lab):
     panel.press("Stop")
     wait_for_text(panel.message, "Stopped", 60_000)
     wait_for_text(panel.root, FIRST_CASE_RIGHT)
+
+
+def test_picture_of_the_readme(lab):
+    """Makes the README's picture: `make test-browser`, then copy test-output/tile_explorer.png to notebooks/images."""
+    history = lab.folder / ".moe_lab" / "history.jsonl"
+    setting = Setting("c500", 1, "multinomial-0")
+    session = Session("s0_baseline", history, lab.folder / "submission.py")
+    session.sweep(
+        [{"STAGE1_BLOCK_K": 64}, {"STAGE1_BLOCK_N": 256}], setting, say=lambda done, text: None, tried=lambda: None
+    )
+    session.check(session.base.with_literals(STAGE1_BLOCK_K=64), setting, say=lambda text: None)
+    # The README names no processor: its times are no figures of this project.
+    history.write_text(history.read_text().replace(backend.detect().name, "this machine's CPU"))
+
+    lab.page.set_viewport_size({"width": 1440, "height": 1800})
+    lab.open(NOTEBOOK)
+    lab.run_all()
+    panel = Panel(lab)
+    panel.root.locator("select").nth(2).select_option(setting.routing)
+    panel.move("STAGE1_BLOCK_N", "ArrowRight")
+    wait_for_text(panel.verdict, "Does not fit: stage 1 needs 131072 bytes of shared memory")
+    wait_for_text(panel.root, "1.88")
+    panel.page.wait_for_timeout(500)
+    table = panel.root.locator(".moe-lab-scroll").last
+    assert table.evaluate("element => element.scrollHeight <= element.clientHeight"), "the table is cut"
+    box = panel.root.bounding_box()
+    assert box["height"] < 1800, f"the panel is {box['height']} high"
+    picture = lab.picture("tile_explorer", panel.root)
+    with Image.open(picture) as image:  # as moe_lab.display keeps figures
+        image.convert("RGB").quantize(128, method=Image.Quantize.MEDIANCUT).save(picture, optimize=True)
