@@ -95,7 +95,7 @@ def test_timings_show_medians_spread_and_the_bound():
     assert any("bound 0.396" in text.get_text() for text in first.texts)
     assert len(second.containers) == 1
     assert texts_that_overlap(first) == []
-    assert "case 1: s0_baseline 2 ms, h1_best 0.5 ms, a library 1 ms; bound 0.396 ms" in plot[1]
+    assert "case 1: s0_baseline 2.00 ms, h1_best 0.500 ms, a library 1.00 ms; bound 0.396 ms" in plot[1]
     assert "NVIDIA H200" in plot[1]
 
 
