@@ -23,7 +23,8 @@ memory or files; processes and threads left behind.
 What is not defended: this is no security boundary. The submission runs as the same user. The sandbox is a replica of
 the contest's rules; text that gets around it can read and write this user's files, among them TileLang's cache of
 compiled kernels and the judge itself, reach other processes, or use the network. On a CPU a file may still behave
-differently when the contest's rows meet its H and I, which only a GPU run or the contest shows. A thread or stream
+differently when the contest's rows meet its H and I, for an expert that the judge did not pick there, or where a GPU
+is; only a GPU run or the contest shows that. A thread or stream
 that writes ``out`` after ``run_kernel`` has returned and before the judge looks counts as written. Results of a
 repeated input that are kept behind a kernel launch of the same length do not show. Races that need a GPU do not
 happen on a CPU.

@@ -7,6 +7,7 @@ I have one E, so that a kernel specialised on the weights alone is compiled once
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -152,6 +153,7 @@ def default_plan(seed: int, device: str) -> Plan:
 
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
     """The cases that differ in shape, in random order after the first."""
+    most = rng.randint(1300, CASES[1].num_tokens)
     groups = [
         _group(
             rng, "sizes 0, 1, 127, 128, 129", 512, 256,
@@ -162,9 +164,9 @@ def structural_groups(rng: random.Random) -> tuple[Group, ...]:
             rng, "exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)],
             values=["normal", "tiny"], garbage="noise",
         ),
-        # Eleven blocks of one expert, where the contest's average is two.
+        # Eleven blocks of one expert and more, up to all rows of the contest's case 1; its average is two.
         _group(
-            rng, "one expert takes all", 256, 256, [(0, 0, 1300, 0, 0), (1300, 0, 0, 0, 0), (0, 0, 0, 0, 1300)],
+            rng, "one expert takes all", 256, 256, [(0, 0, most, 0, 0), (most, 0, 0, 0, 0), (0, 0, 0, 0, most)],
             values=["mixed", "normal", "tiny"], garbage="large",
         ),
         _group(
@@ -201,7 +203,11 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
     rng.shuffle(order)
     order += rng.choices(changes, k=rng.randint(6, 12))
     fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
-    calls = [Call(STATE_SIZES, rng.getrandbits(31))]
+    # Only these calls draw new padding rows, three of them at least: each kind comes.
+    kinds: list[TokenPoison] = ["nan", "large", "zeros"]
+    rng.shuffle(kinds)
+    poisons = itertools.cycle(kinds)
+    calls = [Call(STATE_SIZES, rng.getrandbits(31), token_poison=next(poisons))]
     for change in order:
         sizes = list(calls[-1].sizes)
         if change in ("routing", "everything"):
@@ -215,7 +221,7 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
                 rng.getrandbits(31),
                 change,
                 out_fill=rng.choice(fills),
-                token_poison=rng.choice(["nan", "large"]),
+                token_poison=next(poisons) if change in ("routing", "everything") else calls[-1].token_poison,
                 slot=slot,
             )
         )
@@ -230,7 +236,9 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
         full: all N rows, drawn on the device; otherwise one block of rows, for a CPU.
     """
     groups = []
-    for case in CASES.values():
+    # What torch.empty holds differs from case to case, as it may in a contest.
+    garbage: tuple[Garbage, ...] = ("zeros", "noise", "untouched")
+    for number, case in enumerate(CASES.values()):
         if full:
             sizes = [group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))]
             sizes.append(tuple(rng.sample(sizes[0], len(sizes[0]))))
@@ -239,8 +247,9 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
             sizes = [tuple(rows if index == expert else 0 for index in range(case.num_experts))] * 2
         first, second = sizes
         calls = (
-            Call(first, rng.getrandbits(31), out_fill="noise"), Call(second, rng.getrandbits(31), out_fill="zeros"),
-        )  # fmt: skip
+            Call(first, rng.getrandbits(31), out_fill="noise"),
+            Call(second, rng.getrandbits(31), out_fill="zeros", token_poison="zeros"),
+        )
         name = case.name if full else f"{case.name}, one block"
         groups.append(
             Group(
@@ -248,6 +257,7 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
                 case.hidden,
                 case.intermediate,
                 calls,
+                garbage=garbage[number],
                 sparse=not full,
                 on_device=full,
                 timed_rounds=_ROUNDS if full else 0,
@@ -346,8 +356,17 @@ def _group(
     *, values: Sequence[Values], garbage: Garbage,
 ) -> Group:  # fmt: skip
     fills: list[OutFill] = ["zeros", "noise", "nan"]
+    # The last of several calls finds the zeros of a contest, so that a file which looks for poison shows.
+    last = len(sizes) - 1
     calls = [
-        Call(size, rng.getrandbits(31), values=kind, out_fill=fills[index % len(fills)], slot=index % 2)
+        Call(
+            size,
+            rng.getrandbits(31),
+            values=kind,
+            out_fill=fills[index % len(fills)],
+            token_poison="zeros" if index == last > 0 else "nan",
+            slot=index % 2,
+        )
         for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
     ]
     return Group(name, hidden, intermediate, tuple(calls), garbage)

@@ -109,6 +109,8 @@ ESCAPE_MODULES = (
     "tilelang.testing", "tilelang.autodd", "tilelang.autotuner", "tilelang.instrumentation", "tilelang.jit.adapter",
     "tilelang.language.eager", "tilelang.language.parser", "tilelang.language.ast", "tilelang.tvm",
 )  # fmt: skip
+#: Attributes of a compiled kernel behind which the loaded library, and with it the C library, lies open.
+KERNEL_REFUSED = frozenset({"adapter", "rt_mod", "libpath", "torch_function"})
 FOREIGN_MODULES = frozenset({
     "os", "sys", "subprocess", "socket", "pickle", "ctypes", "shutil", "importlib", "builtins", "inspect", "io",
     "pathlib", "tempfile", "threading", "multiprocessing", "gc", "types", "linecache",
@@ -119,7 +121,10 @@ _ASYNC = re.compile(
     r"|(named_)?barrier_(arrive|wait)|create_barriers|alloc_(cluster_)?barrier|ptx_\w*barrier\w*|\w+_bsm|\w*_bsm_\w+"
     r"|arrive(_\w+)?|wait(_\w+)?|fence_proxy_async|copy_cluster"
 )
-_DEVICE_SOURCE = re.compile(r"import_source|call_(pure_)?extern|(tvm_)?call_c?packed(_lowered)?|\w*SourceCodeKernel")
+_DEVICE_SOURCE = re.compile(
+    r"import_source|call_(pure_)?extern|(tvm_)?call_c?packed(_lowered)?|\w*SourceCodeKernel"
+    r"|register_\w+_postproc(_callback)?"
+)
 _ASYNC_PASS = {"tl.enable_async_copy", "TL_ENABLE_ASYNC_COPY"}
 _ENTRY_NAMES = tuple(argument.name for argument in ARGUMENTS)
 
@@ -481,6 +486,8 @@ class _Checker:
             case ast.Attribute(attr=attribute):
                 if attribute.startswith("__") or attribute in INSPECT_ATTRIBUTES:
                     self.add("dunder-attribute", node, f"got .{attribute}")
+                if attribute in KERNEL_REFUSED:
+                    self.add("host-escape", node, f"got .{attribute}")
                 if not isinstance(node.ctx, ast.Load) and scope.parent is not None:
                     self.add("attribute-write", node, f"got `{_text(node)}` as a target")
                 self._check_library_name(node, scope)

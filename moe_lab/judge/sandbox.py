@@ -206,6 +206,8 @@ class _Guards:
         """``value.name`` in host code."""
         if name.startswith("_") or name in rules.INSPECT_ATTRIBUTES:
             self.refuse("dunder-attribute" if name.startswith("__") else "private-attribute", f"got .{name}")
+        if name in rules.KERNEL_REFUSED:
+            self.refuse("host-escape", f"got .{name}")
         if isinstance(value, self._tensor):
             return self._of_tensor(value, name)
         if isinstance(value, types.ModuleType):

@@ -13,6 +13,7 @@ from IPython.lib.pretty import pretty
 from typer.testing import CliRunner
 
 from moe_lab import cli
+from moe_lab.contract import CASES
 from moe_lab.errors import SubmissionError
 from moe_lab.judge import Report, Verdict, judge
 from moe_lab.judge import local as judging
@@ -127,6 +128,27 @@ def test_the_plan_holds_every_structural_case() -> None:
             (len(call.sizes), sum(call.sizes), sum(-(-size // 128) for size in call.sizes)) for call in group.calls
         }
         assert len(shapes) == 1, "a group of calls is compiled once"
+
+
+def test_every_kind_of_call_meets_poisoned_and_plain_padding_and_memory() -> None:
+    for seed in range(5):
+        plan = default_plan(seed, "cpu")
+        for group in plan.groups:
+            if len(group.calls) > 1:
+                poisons = {call.token_poison for call in group.calls}
+                assert "zeros" in poisons, group.name
+                assert poisons & {"nan", "large"}, group.name
+        assert {"zeros", "untouched", "nan", "noise", "large"} == {group.garbage for group in plan.groups}
+
+
+def test_one_expert_takes_up_to_all_rows_of_case_1_and_nobody_knows_how_many() -> None:
+    most = set()
+    for seed in range(20):
+        (group,) = (group for group in default_plan(seed, "cpu").groups if group.name == "one expert takes all")
+        assert len({tuple(sorted(call.sizes)) for call in group.calls}) == 1
+        most.add(max(group.calls[0].sizes))
+    assert len(most) > 10
+    assert 1300 <= min(most) < 1600 < 2000 < max(most) <= CASES[1].num_tokens
 
 
 def test_the_state_group_changes_every_argument_alone_and_repeats() -> None:

@@ -139,6 +139,8 @@ DEVICE_SOURCE = [
     ("T.tvm_call_packed('f', x.data)", ""),
     ("f('float32', 'f', x[0])", "from tilelang.language import call_extern as f"),
     ("f = T.call_extern\nf('float32', 'g', x[0])", ""),
+    ("tilelang.register_cuda_postproc(lambda code, target: code)", ""),
+    ("f = tilelang.register_c_postproc", ""),
 ]
 
 
@@ -175,6 +177,7 @@ ESCAPES = {
     "x = (i for i in ()).gi_frame": "dunder-attribute",
     "x = f'{out.__class__}'": "dunder-attribute",
     "x = tilelang.env.os": "host-escape",
+    "x = out.adapter.lib.system(b'ls')": "host-escape",
     "import tilelang.env as e\ne.os.getcwd()": "host-escape",
     "from tilelang.contrib import nvcc": "host-escape",
     "x = tilelang.language.eager.utils.disk_compile('x', 'y')": "host-escape",

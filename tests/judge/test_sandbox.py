@@ -124,6 +124,8 @@ REFUSED = {
     "import sys": "import-root",
     "from .x import y": "import-relative",
     "tilelang.env": "host-escape",
+    "[run_kernel][0].adapter": "host-escape",
+    "'{0.adapter}'.format(run_kernel)": "host-escape",
     "for m in [tilelang]:\n    m.sys.exit()": "host-escape",
     "for m in [tilelang]:\n    m.tvm": "host-escape",
     "from tilelang.utils.target import subprocess": "host-escape",
