@@ -181,6 +181,7 @@ def judge(
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
     from rich.console import Console
+    from rich.markup import escape
 
     step = _step_of(file)
     if os.path.exists(file) and not os.path.isfile(file):
@@ -197,7 +198,8 @@ def judge(
 
         def progress(text: str) -> None:
             nonlocal said
-            status.update(text)
+            # A sentence may quote a submission's own words, and square brackets are Rich's markup.
+            status.update(escape(text))
             # A log gets one line for each case, a terminal one line that changes.
             head = text.partition(":")[0].partition(" (")[0]
             if not console.is_terminal and head != said:

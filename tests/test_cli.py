@@ -174,3 +174,11 @@ def test_help_says_what_a_profile_allows() -> None:
     text = " ".join(run_main("judge", "--help").stdout.replace("│", " ").split())
     assert "contest: every rule rejects" in text
     assert "are advice, for kernels of other cards" in text
+
+
+def test_a_file_may_be_named_and_may_speak_like_markup(tmp_path: Path) -> None:
+    (tmp_path / "x[").mkdir()
+    (tmp_path / "x[" / "b] [red].py").write_text("x = [\n")
+    done = run_main("judge", "x[/b] [red].py", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "[red].py, line 1" in " ".join(done.stdout.split())

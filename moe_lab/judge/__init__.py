@@ -26,7 +26,8 @@ compiled kernels and the judge itself, reach other processes, or use the network
 differently when the contest's rows meet its H and I, for an expert that the judge did not pick there, or where a GPU
 is; only a GPU run or the contest shows that. A thread or stream
 that writes ``out`` after ``run_kernel`` has returned and before the judge looks counts as written. Results of a
-repeated input that are kept behind a kernel launch of the same length do not show. Races that need a GPU do not
+repeated input, or a part of them, that are kept behind kernel launches do not show, nor does a file that is honest for
+more calls of one shape than the judge makes, nor a process that leaves both its session and its environment. Races that need a GPU do not
 happen on a CPU.
 """
 

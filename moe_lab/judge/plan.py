@@ -201,7 +201,7 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
     ]  # fmt: skip
     order = changes + changes[-1:] * (repeats - 1)
     rng.shuffle(order)
-    order += rng.choices(changes, k=rng.randint(6, 12))
+    order += rng.choices(changes, k=rng.randint(6, 30))
     fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
     # Only these calls draw new padding rows, three of them at least: each kind comes.
     kinds: list[TokenPoison] = ["nan", "large", "zeros"]

@@ -96,7 +96,8 @@ TENSOR_MEMBERS = frozenset({
 TENSOR_REFUSED = frozenset({
     "data_ptr", "data", "grad", "grad_fn", "storage", "untyped_storage", "storage_type", "numpy", "record_stream",
     "register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad", "requires_grad_",
-    "share_memory_", "set_", "resize_", "resize_as_", "apply_", "map_", "map2_", "module_load", "pin_memory",
+    "share_memory_", "storage_offset", "set_", "resize_", "resize_as_", "apply_", "map_", "map2_", "module_load",
+    "pin_memory",
 })  # fmt: skip
 #: The refused members whose name leaves no doubt that a tensor is meant.
 _TENSOR_ONLY = TENSOR_REFUSED - {"data", "grad", "storage", "backward", "apply_", "map_"}
@@ -590,6 +591,8 @@ class _Checker:
             for text in texts:
                 if re.search("async|bsm", str(text.value)):
                     self.add("async-copy", text, f"got the intrinsic {text.value!r}")
+                elif _DEVICE_SOURCE.fullmatch(str(text.value).rpartition(".")[2]):
+                    self.add("device-source", text, f"got the intrinsic {text.value!r}")
 
     def _check_pipelined(self, node: ast.Call, scope: Scope) -> None:
         given: dict[str, ast.expr] = {}

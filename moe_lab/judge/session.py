@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -336,12 +337,16 @@ def _truth(inputs: Inputs) -> torch.Tensor:
         torch.set_float32_matmul_precision(precision)
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
 def _raised(answer: Message) -> tuple[Verdict, str]:
     """The verdict for an exception inside the submission."""
     where = f"line {answer['line']}" if answer["line"] else "the file"
     if answer["function"] not in (None, "<module>"):
         where += f" in {answer['function']}"
-    message = " ".join(answer["message"].split())
+    # Words of the submission: no control character of them may reach a terminal.
+    message = " ".join(_CONTROL.sub(" ", answer["message"]).split())
     short = message if len(message) <= 400 else message[:200] + " ... " + message[-180:]
     text = f"{answer['kind']}: {short}" if short else answer["kind"]
     if answer["rule_id"]:

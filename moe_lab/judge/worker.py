@@ -107,7 +107,7 @@ class _TorchCompute:
                 made = [
                     item
                     for item in (result if isinstance(result, (tuple, list)) else [result])
-                    if isinstance(item, torch.Tensor) and item.is_floating_point()
+                    if isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex())
                 ]
                 if made:
                     elements = sum(item.numel() for item in made)

@@ -141,6 +141,7 @@ DEVICE_SOURCE = [
     ("f = T.call_extern\nf('float32', 'g', x[0])", ""),
     ("tilelang.register_cuda_postproc(lambda code, target: code)", ""),
     ("f = tilelang.register_c_postproc", ""),
+    ("T.call_intrin('float32', 'tirx.call_pure_extern', 'f', x[0])", ""),
 ]
 
 
