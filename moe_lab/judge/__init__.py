@@ -24,11 +24,10 @@ What is not defended: this is no security boundary. The submission runs as the s
 the contest's rules; text that gets around it can read and write this user's files, among them TileLang's cache of
 compiled kernels and the judge itself, reach other processes, or use the network. On a CPU a file may still behave
 differently when the contest's rows meet its H and I, for an expert that the judge did not pick there, or where a GPU
-is; only a GPU run or the contest shows that. A thread or stream
-that writes ``out`` after ``run_kernel`` has returned and before the judge looks counts as written. Results of a
-repeated input, or a part of them, that are kept behind kernel launches do not show, nor does a file that is honest for
-more calls of one shape than the judge makes, nor a process that leaves both its session and its environment. Races that need a GPU do not
-happen on a CPU.
+is; only a GPU run or the contest shows that. A thread or stream that writes ``out`` after ``run_kernel`` has returned
+and before the judge looks counts as written. Results of a repeated input, or a part of them, that are kept behind
+kernel launches do not show, nor does a file that is honest for more calls of one shape than the judge makes, nor a
+process that leaves both its session and its environment. Races that need a GPU do not happen on a CPU.
 """
 
 from __future__ import annotations
