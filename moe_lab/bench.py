@@ -272,9 +272,9 @@ def time_case(
         candidates.append(candidate)
     if not alone:
         candidates += _roofs(on_cpu)
-    if not on_cpu:
-        torch.cuda.synchronize()
-        time.sleep(_REST_S)
+        if not on_cpu:
+            torch.cuda.synchronize()
+            time.sleep(_REST_S)
     timings = interleave(
         {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
     )
@@ -446,12 +446,14 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
     Raises:
         DataError: if no recorded run qualifies.
     """
-    rows: list[Measurement] = []
-    for runs in _runs_of_cases(folder):
-        counted, rival = _most_recommended(runs), _fastest_peer(runs)
-        held = [(rival in _names(run, "peer"), len(_names(run, "step")), run[0].run) for run in counted]
-        rows += counted[held.index(max(held))]
-    return rows
+    return [row for runs in _runs_of_cases(folder) for row in _ladder(runs)]
+
+
+def _ladder(runs: Sequence[list[Measurement]]) -> list[Measurement]:
+    """The run that stands for the ladder, of all complete runs of a case."""
+    counted, rival = _most_recommended(runs), _fastest_peer(runs)
+    held = [(rival in _names(run, "peer"), len(_names(run, "step")), run[0].run) for run in counted]
+    return counted[held.index(max(held))]
 
 
 def _runs_of_cases(folder: Path | None) -> list[list[list[Measurement]]]:
@@ -493,8 +495,8 @@ def _most_recommended(runs: Sequence[list[Measurement]]) -> list[list[Measuremen
 
 def _fastest_peer(runs: Sequence[Sequence[Measurement]]) -> str:
     """Name of the peer that came nearest to the bound of its run."""
-    ratios = {peer.name: peer.median_ms / bound_ms(run) for run in runs for peer in [_fastest(run, "peer")]}
-    return min(ratios, key=lambda name: ratios[name])
+    peers = [(_fastest(run, "peer"), bound_ms(run)) for run in runs]
+    return min((peer.median_ms / bound, peer.name) for peer, bound in peers)[1]
 
 
 def summary(folder: Path | None = None) -> list[str]:
@@ -508,14 +510,12 @@ def summary(folder: Path | None = None) -> list[str]:
     Raises:
         DataError: if no recorded run qualifies.
     """
-    shown = {row.case: row.run for row in summary_rows(folder)}
     lines = []
     for runs in _runs_of_cases(folder):
-        counted, rival = _most_recommended(runs), _fastest_peer(runs)
+        counted, rival, ladder = _most_recommended(runs), _fastest_peer(runs), _ladder(runs)
         beside = _most_recommended([run for run in runs if rival in _names(run, "peer")])
         bounds = [_fastest(run, "step").median_ms / bound_ms(run) for run in counted]
         peers = [_fastest(run, "peer").median_ms / _fastest(run, "step").median_ms for run in beside]
-        (ladder,) = (run for run in counted if run[0].run == shown[run[0].case])
         rivals = ladder if ladder in beside else beside[-1]
         (number,) = (number for number, case in CASES.items() if case.name == ladder[0].case)
         ours, peer, step = _fastest(ladder, "step"), _fastest(rivals, "peer"), _fastest(rivals, "step")

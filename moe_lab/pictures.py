@@ -57,13 +57,21 @@ def text_size(text: str, size: float) -> tuple[float, float]:
     return 1.08 * max(widths), 1.25 * size * len(lines)
 
 
-def short_number(value: float) -> str:
+def short_number(value: float, *, zeros: bool = False) -> str:
     """Three digits that count, and never a power of ten.
 
-    >>> [short_number(value) for value in (0.42204, 12.34, 1999.6)]
-    ['0.422', '12.3', '2000']
+    Args:
+        value: what to write.
+        zeros: keep those at the end, as of something that was measured.
+
+    >>> [short_number(value) for value in (0.42204, 0.5, 12.34, 100, 1999.6)]
+    ['0.422', '0.5', '12.3', '100', '2000']
+    >>> [short_number(value, zeros=True) for value in (0.5, 100.2)]
+    ['0.500', '100']
     """
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+    if abs(value) >= 999.5:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".rstrip(".") if zeros else f"{value:.3g}"
 
 
 def _fits(text: str, size: float, width: float, height: float = float("inf")) -> bool:

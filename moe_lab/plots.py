@@ -17,7 +17,7 @@ from moe_lab.devices import Device, Roof
 from moe_lab.errors import ContractError
 from moe_lab.judge.score import Score, case_points
 from moe_lab.layout import GroupedLayout
-from moe_lab.pictures import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, text_size
+from moe_lab.pictures import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, short_number, text_size
 from moe_lab.roofline import attainable_tflops
 from moe_lab.tiles import KernelResources, Placed
 from moe_lab.timing import Measurement
@@ -61,9 +61,8 @@ def _wrapped(text: str, size: float, width: float) -> str:
     return text if lines < 2 else textwrap.fill(text, max(12, math.ceil(1.1 * len(text) / lines)))
 
 
-def _three_digits(value: float) -> str:
-    """Three digits, zeros at the end among them, and never a power of ten: 0.740, 1.40, 12.3, 1234."""
-    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
+def _measured(value: float) -> str:
+    return short_number(value, zeros=True)
 
 
 def timings(rows: Sequence[Measurement], bounds_ms: dict[str, float] | None = None) -> Plot:
@@ -115,10 +114,8 @@ def timings(rows: Sequence[Measurement], bounds_ms: dict[str, float] | None = No
         axes.tick_params(axis="x", labelsize=9)
         axes.grid(axis="x", color=_PALE)
         axes.set_axisbelow(True)
-        times = (f"{name} {_three_digits(found[name].median_ms)} ms" for name in names if name in found)
-        words.append(
-            f"{case}: {', '.join(times)}" + (f"; bound {_three_digits(bound)} ms" if bound is not None else "")
-        )
+        times = (f"{name} {_measured(found[name].median_ms)} ms" for name in names if name in found)
+        words.append(f"{case}: {', '.join(times)}" + (f"; bound {_measured(bound)} ms" if bound is not None else ""))
     first = rows[0]
     head = (
         f"{first.device}, {first.routing}, {first.cache} cache: median of {first.rounds} and 95% interval; filled "
@@ -135,7 +132,7 @@ def _write_times(axes: Axes, rows: Sequence[Measurement], names: Sequence[str], 
     """Each time right of its interval, or right of the bound's line where that would run through it."""
     size = 9
     wide = axes.bbox.width * 72 / axes.figure.dpi
-    label = max(text_size(_three_digits(row.median_ms), size)[0] for row in rows) + 2 * _GAP
+    label = max(text_size(_measured(row.median_ms), size)[0] for row in rows) + 2 * _GAP
     # Right of what is farthest right there must be room for a label: a marker's half, the label, the frame.
     farthest = max([row.high_ms for row in rows] + ([bound] if bound is not None else []))
     right = farthest * wide / max(wide - label - 6, wide / 4)
@@ -146,14 +143,14 @@ def _write_times(axes: Axes, rows: Sequence[Measurement], names: Sequence[str], 
         if bound is not None and start - _GAP < bound * wide / right < start + label:
             start = bound * wide / right
         axes.annotate(
-            _three_digits(row.median_ms), (row.median_ms, names.index(row.name)), va="center_baseline", fontsize=size,
+            _measured(row.median_ms), (row.median_ms, names.index(row.name)), va="center_baseline", fontsize=size,
             xytext=(start + _GAP - row.median_ms * wide / right, 0), textcoords="offset points",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
     if bound is None:
         return
     axes.axvline(bound, color=RED, linestyle="--", linewidth=1.2, zorder=1)
-    text = f"bound {_three_digits(bound)}"
+    text = f"bound {_measured(bound)}"
     fits = bound * wide / right + text_size(text, size)[0] + 2 * _GAP < wide
     axes.annotate(
         text, (bound, 1), xycoords=("data", "axes fraction"), xytext=(_GAP if fits else -_GAP, -4),
@@ -199,7 +196,7 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
         corners = [left, roof.ridge, right]
         lines += axes.plot(
             corners, [attainable_tflops(x, roof) for x in corners], linewidth=2, color=colour,
-            linestyle=_LINES[number % len(_LINES)], label=f"{roof.title} ({_three_digits(roof.peak_tflops)} TFLOP/s)",
+            linestyle=_LINES[number % len(_LINES)], label=f"{roof.title} ({_measured(roof.peak_tflops)} TFLOP/s)",
         )  # fmt: skip
         axes.plot(roof.ridge, roof.peak_tflops, marker="|", markersize=14, color=colour, markeredgewidth=2)
         words.append(
@@ -207,9 +204,7 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
             "per byte"
         )
     for point in points:
-        words.append(
-            f"{point.label}: {_three_digits(point.rate_tflops)} TFLOP/s at {point.intensity:.0f} FLOP per byte"
-        )
+        words.append(f"{point.label}: {_measured(point.rate_tflops)} TFLOP/s at {point.intensity:.0f} FLOP per byte")
     lowest = min([attainable_tflops(left, roof) for roof in roofs] + [point.rate_tflops for point in points])
     highest = max([roof.peak_tflops for roof in roofs] + [point.rate_tflops for point in points])
     axes.set(

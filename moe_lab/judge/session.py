@@ -27,6 +27,7 @@ from moe_lab.submission import Submission
 
 Progress = Callable[[str], None]
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 #: Room through which the bytes of a GPU's memory pass, a few hundred times for the contest's largest case.
 _WINDOW_BYTES = 32 << 20
 #: Room on the device beside the arguments: what a comparison holds at a time, workspaces, the compiled kernels.
@@ -335,9 +336,6 @@ def _truth(inputs: Inputs) -> torch.Tensor:
         return fused_truth(inputs)
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def _raised(answer: Message) -> tuple[Verdict, str]:
