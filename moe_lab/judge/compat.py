@@ -190,6 +190,9 @@ def _find_missing(names: list[str], python: Path) -> tuple[str, dict[str, str]]:
 
 def main(paths: Sequence[str]) -> int:
     """Print what TileLang 0.1.10 makes of each file; 0 if all lower, 1 if not, 2 if that cannot be found out."""
+    if not paths:
+        print("moe-lab: got no file, expected one or more Python files with run_kernel", file=sys.stderr)
+        return 2
     try:
         answers = check([Submission.from_file(path) for path in paths])
     except MoeLabError as error:

@@ -70,6 +70,8 @@ def test_what_lowering_refuses_is_shown(python: Path) -> None:
 def test_no_environment_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BackendError, match="expected an interpreter"):
         compat.check([step("s0_baseline")], tmp_path / "python")
+    assert compat.main([]) == 2
+    assert "got no file, expected one or more Python files with run_kernel" in capsys.readouterr().err
     assert compat.main([str(tmp_path / "missing.py")]) == 2
     assert "got no file" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,15 @@ def folders_of(pid: int) -> list[Path]:
     return [path for base in (Path("/dev/shm"), Path("/tmp")) for path in base.glob(f"moe_lab_held_{pid}_*")]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell's background job ignores Ctrl-C, and so would every process that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nothing_behind() -> None:
     process, worker = start_judge()
     assert folders_of(process.pid)
@@ -320,6 +330,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     assert folders_of(process.pid) == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, code: int, tmp_path: Path) -> None:
     path = tmp_path / "submission.py"
