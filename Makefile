@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 run: $(STAMP) ## execute the last notebook, export its final cell to submission.py, judge it
 	@echo "1/3  Executing $(FINAL) from the first cell"
-	@$(BIN)/python -m moe_lab.notebooks run $(FINAL)
+	@$(BIN)/python -m moe_lab.lesson.notebooks run $(FINAL)
 	@echo "2/3  Exporting its final cell"
 	@$(BIN)/moe-lab export $(FINAL) -o submission.py
 	@echo "3/3  Judging submission.py"
@@ -69,8 +69,8 @@ $(COMPAT_STAMP): $(STAMP)
 	@touch $@
 
 notebooks: $(STAMP) ## execute every notebook again, normalise it, and make the README parts anew
-	$(BIN)/python -m moe_lab.notebooks
-	$(BIN)/python -m moe_lab.readme
+	$(BIN)/python -m moe_lab.lesson.notebooks
+	$(BIN)/python -m moe_lab.lesson.readme
 
 bench: $(STAMP) ## time every step on this machine's device
 	$(BIN)/moe-lab bench

@@ -13,14 +13,14 @@ __version__ = "0.1.0"
 
 # Where each public name lives; loading it is what costs.
 _LAZY = {
-    "CASES": "moe_lab.contract",
-    "Case": "moe_lab.contract",
-    "GroupedLayout": "moe_lab.layout",
-    "Inputs": "moe_lab.inputs",
-    "MoE": "moe_lab.moe",
-    "Submission": "moe_lab.submission",
-    "fused_moe": "moe_lab.moe",
-    "make_inputs": "moe_lab.inputs",
+    "CASES": "moe_lab.problem.contract",
+    "Case": "moe_lab.problem.contract",
+    "GroupedLayout": "moe_lab.problem.layout",
+    "Inputs": "moe_lab.problem.inputs",
+    "MoE": "moe_lab.speed.moe",
+    "Submission": "moe_lab.problem.submission",
+    "fused_moe": "moe_lab.speed.moe",
+    "make_inputs": "moe_lab.problem.inputs",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

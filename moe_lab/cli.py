@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from moe_lab.errors import MoeLabError, SubmissionError
+from moe_lab.problem.errors import MoeLabError, SubmissionError
 
 if TYPE_CHECKING:
-    from moe_lab.submission import Submission
+    from moe_lab.problem.submission import Submission
 
 
 class Profile(str, Enum):
@@ -74,7 +74,7 @@ def _step_of(given: Path) -> Submission | None:
 
 def _submission(given: Path) -> Submission:
     """What an argument names: a file first, then a step."""
-    from moe_lab.submission import Submission
+    from moe_lab.problem.submission import Submission
 
     return _step_of(given) or Submission.from_file(given)
 
@@ -91,9 +91,9 @@ def export(
     profile: ProfileOption = Profile.CONTEST,
 ) -> None:
     """Write the final cell of a notebook to a file, byte for byte, without running it."""
-    from moe_lab.export import export as write
-    from moe_lab.export import submission_cell
-    from moe_lab.submission import Submission
+    from moe_lab.lesson.export import export as write
+    from moe_lab.lesson.export import submission_cell
+    from moe_lab.problem.submission import Submission
 
     submission = Submission(submission_cell(notebook), output.name)
     path = write(submission, output, profile.value)
@@ -130,7 +130,7 @@ def doctor() -> None:
     """What is here, what is missing and what to do about it. Exit code 0 if submissions can run here."""
     from rich.console import Console
 
-    from moe_lab import backend
+    from moe_lab.machine import backend
 
     console = Console()
     with console.status("looking, and compiling one small kernel"):
@@ -253,10 +253,10 @@ def fit(
 
     from rich.console import Console
 
-    from moe_lab import tiles
-    from moe_lab.contract import CASES
-    from moe_lab.devices import device as device_of
-    from moe_lab.devices import devices
+    from moe_lab.machine.devices import device as device_of
+    from moe_lab.machine.devices import devices
+    from moe_lab.model import tiles
+    from moe_lab.problem.contract import CASES
 
     wanted = device_of(device, "gpu")
     submission = _submission(file)
@@ -294,7 +294,7 @@ def bench(
 
     A machine with no GPU runs a small case that shows the harness and says nothing about speed.
     """
-    from moe_lab import bench as harness
+    from moe_lab.speed import bench as harness
 
     if summary:
         for line in harness.summary():
@@ -311,11 +311,11 @@ def tune(
     vary: Annotated[list[str] | None, typer.Option("--vary", metavar="LITERAL", help="only these, in order")] = None,
 ) -> None:
     """Search better literals on this machine, the resource model first, and remember them for fused_moe."""
-    from moe_lab import backend
-    from moe_lab.autotune import tune as search
-    from moe_lab.bench import CPU_CASE
-    from moe_lab.contract import CASES
-    from moe_lab.errors import ContractError
+    from moe_lab.machine import backend
+    from moe_lab.problem.contract import CASES
+    from moe_lab.problem.errors import ContractError
+    from moe_lab.speed.autotune import tune as search
+    from moe_lab.speed.bench import CPU_CASE
 
     submission = _submission(file)
     on_cpu = backend.detect().kind == "cpu"

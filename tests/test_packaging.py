@@ -62,7 +62,7 @@ def test_a_folder_of_the_same_name_does_not_hide_the_installed_package(tmp_path)
     """The folder above a clone holds one, with a submission.py in it after ``make run``."""
     (tmp_path / "moe_lab").mkdir()
     (tmp_path / "moe_lab" / "submission.py").write_text("")
-    command = [sys.executable, "-c", "from moe_lab.submission import Submission"]
+    command = [sys.executable, "-c", "from moe_lab.problem.submission import Submission"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

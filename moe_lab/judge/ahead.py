@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from moe_lab.contract import ARGUMENTS, Case
-from moe_lab.inputs import make_inputs
 from moe_lab.judge.plan import Group
 from moe_lab.judge.process import Limits
 from moe_lab.judge.session import Progress, Session
+from moe_lab.problem.contract import ARGUMENTS, Case
+from moe_lab.problem.inputs import make_inputs
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 #: Shape, dtype and, of an index array, values of one argument.
 _Spec = tuple[tuple[int, ...], str, "list[int] | None"]

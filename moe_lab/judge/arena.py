@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from moe_lab.contract import ARGUMENTS, BLOCK_TOKEN
-from moe_lab.errors import BackendError
+from moe_lab.problem.contract import ARGUMENTS, BLOCK_TOKEN
+from moe_lab.problem.errors import BackendError
 
 #: Not the name that earlier versions gave folders without a lock.
 _PREFIX = "moe_lab_held_"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_lab.contract import JUDGE_TOLERANCE
-from moe_lab.inputs import Inputs
 from moe_lab.judge.verdict import Failure
+from moe_lab.problem.contract import JUDGE_TOLERANCE
+from moe_lab.problem.inputs import Inputs
 
 #: Unit roundoff of fp16 and half its smallest step.
 _FP16_ROUNDOFF = 2.0**-11

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_lab.contract import CASES, data_dir
-from moe_lab.errors import BackendError, MoeLabError
 from moe_lab.judge.names import Names
-from moe_lab.lowering import LoweredKernel, Lowering, lower_many
-from moe_lab.submission import Submission
+from moe_lab.model.lowering import LoweredKernel, Lowering, lower_many
+from moe_lab.problem.contract import CASES, data_dir
+from moe_lab.problem.errors import BackendError, MoeLabError
+from moe_lab.problem.submission import Submission
 
 #: Sizes and targets to lower: two shapes, since files choose kernels by shape, and the stand-in for 64-lane waves.
 _PROBES = ((1, "sm_80"), (2, "sm_80"), (1, "gfx90a"))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moe_lab.inputs import Inputs
 from moe_lab.judge.session import Made
+from moe_lab.problem.inputs import Inputs
 
 #: As :attr:`Hypothesis.same`, where the mistake is a rounding: other roundings differ by no more than 5e-3.
 _SAME_ROUNDING = 8e-4

@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from moe_lab import devices, tiles
-from moe_lab.contract import CASES, Case
-from moe_lab.errors import MoeLabError
 from moe_lab.judge.arena import private_folder
-from moe_lab.lowering import LoweredKernel, Lowering, LoweringError, lower_many
-from moe_lab.submission import Submission
+from moe_lab.machine import devices
+from moe_lab.model import tiles
+from moe_lab.model.lowering import LoweredKernel, Lowering, LoweringError, lower_many
+from moe_lab.problem.contract import CASES, Case
+from moe_lab.problem.errors import MoeLabError
+from moe_lab.problem.submission import Submission
 
 _DEVICE = "c500"
 #: No public TileLang lowers for the C500. This target multiplies buffers by pipeline stages as the C500's compiler was

@@ -11,9 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from moe_lab import backend, devices
-from moe_lab.contract import CASES
-from moe_lab.errors import DataError, MoeLabError, SubmissionError
 from moe_lab.judge import rules
 from moe_lab.judge.ahead import Ahead, processes_for
 from moe_lab.judge.checks import Problem, check_group, experiments, new_report
@@ -24,9 +21,12 @@ from moe_lab.judge.score import score
 from moe_lab.judge.session import Progress, Session, Stopped
 from moe_lab.judge.variants import run_variants, variant_groups
 from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, Verdict
-from moe_lab.roofline import bound, work
-from moe_lab.submission import Submission
-from moe_lab.timing import summarise
+from moe_lab.machine import backend, devices
+from moe_lab.machine.timing import summarise
+from moe_lab.model.roofline import bound, work
+from moe_lab.problem.contract import CASES
+from moe_lab.problem.errors import DataError, MoeLabError, SubmissionError
+from moe_lab.problem.submission import Submission
 
 Profile = Literal["contest", "open"]
 
@@ -45,7 +45,7 @@ def judge(
     """Judge one submission.
 
     Args:
-        submission: a :class:`~moe_lab.submission.Submission` or the path of a file.
+        submission: a :class:`~moe_lab.problem.submission.Submission` or the path of a file.
         profile: "contest" applies every rule and the C500's limits; "open" turns the contest's rulings and the C500's
             limits into advice, for kernels written for other cards.
         seed: replays a run; fresh by default and recorded in the report.
@@ -93,8 +93,7 @@ def judge_hash() -> str:
     """SHA-256 over the judge's own sources and what they compare with."""
     folder = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    others = [folder.parent / name for name in ("contract.py", "layout.py", "inputs.py", "reference.py")]
-    for path in [*sorted(folder.glob("*.py")), *others]:
+    for path in [*sorted(folder.glob("*.py")), *sorted((folder.parent / "problem").glob("*.py"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

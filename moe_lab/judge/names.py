@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from moe_lab.contract import ENTRY_POINT
+from moe_lab.problem.contract import ENTRY_POINT
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from moe_lab.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
-from moe_lab.inputs import Inputs, TokenPoison, Values, draw_inputs, group_sizes, make_inputs
 from moe_lab.judge.process import Limits
+from moe_lab.problem.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
+from moe_lab.problem.inputs import Inputs, TokenPoison, Values, draw_inputs, group_sizes, make_inputs
 
 #: What a call changes compared with the call before it, at the same addresses.
 Change = Literal[

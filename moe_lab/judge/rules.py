@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from moe_lab.contract import ARGUMENTS, ENTRY_POINT, data_dir
-from moe_lab.errors import DataError, RuleError, SubmissionError
 from moe_lab.judge.names import Definition, Names, Scope, default_of, parameters
-from moe_lab.submission import Submission
+from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, data_dir
+from moe_lab.problem.errors import DataError, RuleError, SubmissionError
+from moe_lab.problem.submission import Submission
 
 Kind = Literal["sandbox", "contract", "ruling", "limit"]
 Level = Literal["violation", "advice"]

@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 
 from RestrictedPython import Guards, RestrictingNodeTransformer
 
-from moe_lab.contract import ENTRY_POINT
-from moe_lab.errors import SandboxError, SubmissionError
 from moe_lab.judge import rules
-from moe_lab.submission import Submission, write_atomic
+from moe_lab.problem.contract import ENTRY_POINT
+from moe_lab.problem.errors import SandboxError, SubmissionError
+from moe_lab.problem.submission import Submission, write_atomic
 
 #: Built-ins beside RestrictedPython's safe ones. It leaves out those that iterate without a guard; nothing that is
 #: iterated here needs one.
@@ -60,7 +60,7 @@ _REFUSED_OBJECTS = [
 def load(source: str, path: str | Path) -> Callable[..., Any]:
     """Execute a submission's module level in the sandbox and return its ``run_kernel``.
 
-    On a machine with no GPU call :func:`moe_lab.backend.prepare` first.
+    On a machine with no GPU call :func:`moe_lab.machine.backend.prepare` first.
 
     Args:
         source: the text.
@@ -263,8 +263,8 @@ class _Guards:
             return found
         home = getattr(found, "__module__", None)
         root = home.partition(".")[0] if isinstance(home, str) else "builtins"
-        # moe_lab.cpu gives TileLang's names their meaning on a machine with no GPU.
-        known = root in _LIBRARY_ROOTS or home == "moe_lab.cpu"
+        # moe_lab.machine.cpu gives TileLang's names their meaning on a machine with no GPU.
+        known = root in _LIBRARY_ROOTS or home == "moe_lab.machine.cpu"
         if not known or any(found is item for item in _REFUSED_OBJECTS):
             self.refuse("host-escape", f"got {dotted}, which belongs to {root}")
         return found

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_lab.errors import ContractError, DataError
-from moe_lab.tables import published_results
+from moe_lab.problem.errors import ContractError, DataError
+from moe_lab.problem.tables import published_results
 
 #: s of the guide's formula: what a solution earns, as a share of 100, that is exactly as fast as the baseline.
 _SHARE_AT_BASELINE = 0.5

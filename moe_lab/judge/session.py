@@ -12,9 +12,6 @@ from types import TracebackType
 
 import torch
 
-from moe_lab.contract import ARGUMENTS
-from moe_lab.errors import BackendError
-from moe_lab.inputs import Inputs
 from moe_lab.judge.arena import Arena, Edit, MappedArena, WindowArena, map_file, pin, private_folder, unpin
 from moe_lab.judge.channel import Message
 from moe_lab.judge.compare import Comparison, compare
@@ -22,8 +19,11 @@ from moe_lab.judge.plan import Call, Group, call_inputs, fill_out
 from moe_lab.judge.process import Limits, Worker, WorkerEnded
 from moe_lab.judge.rules import told
 from moe_lab.judge.verdict import Verdict
-from moe_lab.reference import fused_truth
-from moe_lab.submission import Submission
+from moe_lab.problem.contract import ARGUMENTS
+from moe_lab.problem.errors import BackendError
+from moe_lab.problem.inputs import Inputs
+from moe_lab.problem.reference import fused_truth
+from moe_lab.problem.submission import Submission
 
 Progress = Callable[[str], None]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from moe_lab.contract import VARIANTS
 from moe_lab.judge import diagnose
 from moe_lab.judge.plan import STATE_SIZES, Call, Garbage, Group
 from moe_lab.judge.process import Limits
 from moe_lab.judge.session import Made, Progress, Session, Stopped
 from moe_lab.judge.verdict import VariantReport
-from moe_lab.submission import Submission
+from moe_lab.problem.contract import VARIANTS
+from moe_lab.problem.submission import Submission
 
 #: Sizes that the contest does not use, to say how far the file reaches.
 _OTHER_SHAPES = ((192, 320), (136, 200))

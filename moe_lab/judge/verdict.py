@@ -14,8 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_lab.errors import SubmissionError
-from moe_lab.submission import write_atomic
+from moe_lab.problem.errors import SubmissionError
+from moe_lab.problem.submission import write_atomic
 
 #: Raised when a field of the report changes its meaning.
 SCHEMA_VERSION = 1
@@ -154,7 +154,7 @@ class VariantReport(_Strict):
     """One reading of the contract's open questions; never part of the verdict.
 
     Attributes:
-        name: key of :data:`moe_lab.contract.VARIANTS`, or a shape that the contest does not use.
+        name: key of :data:`moe_lab.problem.contract.VARIANTS`, or a shape that the contest does not use.
         robust: whether the file is right there; None if it was not run.
         sentence: why, for people.
     """

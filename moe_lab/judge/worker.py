@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_lab.errors import BackendError, MoeLabError
 from moe_lab.judge.channel import KEY_BYTES, Channel, ChannelClosedError, Message
+from moe_lab.problem.errors import BackendError, MoeLabError
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_CHARS = 4_000
@@ -215,8 +215,8 @@ class _Session:
             self._channel.send(answer)
 
     def _start(self, memory_bytes: int, file_bytes: int, tilelang: bool, window: str | None) -> Message:
-        from moe_lab import backend
         from moe_lab.judge.arena import map_file, pin
+        from moe_lab.machine import backend
 
         self._device = backend.detect().torch_device
         self._garbage.install()
@@ -324,9 +324,10 @@ class _Session:
         """
         import torch
 
+        from moe_lab.machine import backend
         from moe_lab.steps import step
 
-        entry = step("s0_baseline").load() if baseline else self._entry
+        entry = backend.load(step("s0_baseline")) if baseline else self._entry
         assert entry is not None
         self._launches.left_out = True
         # Without a launch the host code may stumble over its own answers; only calls say anything about a file.
@@ -343,13 +344,14 @@ class _Session:
     def _time(self, arena: int, rounds: int) -> Message:
         import torch
 
+        from moe_lab.machine import backend
+        from moe_lab.machine.timing import interleave
         from moe_lab.steps import step
-        from moe_lab.timing import interleave
 
         entry = self._entry
         assert entry is not None
         *inputs, out = self._arenas[arena].tensors
-        baseline = step("s0_baseline").load()
+        baseline = backend.load(step("s0_baseline"))
         other_out = torch.zeros_like(out)
         try:
             timings = interleave(

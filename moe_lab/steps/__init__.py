@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moe_lab.errors import SubmissionError
-from moe_lab.submission import Submission
+from moe_lab.problem.errors import SubmissionError
+from moe_lab.problem.submission import Submission
 
 Branch = Literal["base", "c500", "hopper"]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import nbformat
 from conftest import open_lab
 
-from moe_lab import widgets
+from moe_lab.lesson import widgets
 
 #: Depths of stage 1 to go through; every second one does not fit, so text, bars and picture all change.
 DEPTHS = (128, 256)
 #: The panel keeps pictures that it has drawn once; here each is drawn anew.
-CELL = """from moe_lab import widgets
+CELL = """from moe_lab.lesson import widgets
 
 widgets._roofline_png = widgets._roofline_png.__wrapped__
 widgets.TileExplorer()"""

@@ -7,10 +7,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from moe_lab import backend
-from moe_lab.explorer import FIRST_CASE_RIGHT, Session, Setting
+from moe_lab.lesson.explorer import FIRST_CASE_RIGHT, Session, Setting
+from moe_lab.machine import backend
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]
 
@@ -187,5 +187,5 @@ def test_picture_of_the_readme(lab):
     box = panel.root.bounding_box()
     assert box["height"] < 1800, f"the panel is {box['height']} high"
     picture = lab.picture("tile_explorer", panel.root)
-    with Image.open(picture) as image:  # as moe_lab.display keeps figures
+    with Image.open(picture) as image:  # as moe_lab.lesson.display keeps figures
         image.convert("RGB").quantize(128, method=Image.Quantize.MEDIANCUT).save(picture, optimize=True)

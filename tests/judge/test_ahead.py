@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.contract import VARIANTS
-from moe_lab.errors import BackendError
 from moe_lab.judge import judge
 from moe_lab.judge import local as judging
 from moe_lab.judge.ahead import Ahead, processes_for, specs
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs
 from moe_lab.judge.process import Limits
+from moe_lab.problem.contract import VARIANTS
+from moe_lab.problem.errors import BackendError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 GROUP = Group("uneven groups", 256, 256, (Call((3, 129, 0), 11),))
 OTHER = Group("one row", 256, 256, (Call((0, 0, 1), 12),))

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_lab.contract import Case
-from moe_lab.inputs import Inputs, Values, make_inputs
 from moe_lab.judge.compare import compare, error_map, first_failure, row_bound
-from moe_lab.reference import fused_truth
+from moe_lab.problem.contract import Case
+from moe_lab.problem.inputs import Inputs, Values, make_inputs
+from moe_lab.problem.reference import fused_truth
 
 SIZES = (3, 0, 130, 17)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.errors import BackendError
-from moe_lab.export import submission_cell
 from moe_lab.judge import compat
+from moe_lab.lesson.export import submission_cell
+from moe_lab.problem.errors import BackendError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import STEPS, step
-from moe_lab.submission import Submission
 
 HERE = Path(__file__).parent
 HONEST = sorted((HERE.parent / "honest").glob("*.py"))

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_lab.contract import Case
-from moe_lab.inputs import Inputs, make_inputs
 from moe_lab.judge.compare import compare
 from moe_lab.judge.diagnose import cause_of, pattern_of
 from moe_lab.judge.plan import Call
 from moe_lab.judge.session import Made
-from moe_lab.reference import fused_truth
+from moe_lab.problem.contract import Case
+from moe_lab.problem.inputs import Inputs, make_inputs
+from moe_lab.problem.reference import fused_truth
 
 SIZES = (17, 0, 130, 3, 128)
 CASE = Case("small", 5, 128, 192, sum(SIZES))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from moe_lab.errors import BackendError
 from moe_lab.judge import Report, fit, judge
 from moe_lab.judge.fit import c500_fit
 from moe_lab.judge.plan import Call, Group, Plan
-from moe_lab.lowering import LoweredKernel, Lowering, LoweringError
+from moe_lab.model.lowering import LoweredKernel, Lowering, LoweringError
+from moe_lab.problem.errors import BackendError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 #: Tiles that no text tells, so every case is lowered by itself.
 OPEN = Submission("def run_kernel(*args):\n    pass\n", "open.py")

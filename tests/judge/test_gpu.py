@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab import backend
-from moe_lab.exercises import EXERCISES
 from moe_lab.judge import Verdict, judge
 from moe_lab.judge.plan import Call, Group, Plan, state_group, structural_groups
+from moe_lab.lesson.exercises import EXERCISES
+from moe_lab.machine import backend
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 pytestmark = pytest.mark.gpu
 

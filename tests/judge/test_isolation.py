@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from moe_lab.contract import ARGUMENTS, Case
-from moe_lab.inputs import make_inputs
 from moe_lab.judge.arena import MappedArena, WindowArena, private_folder, view
 from moe_lab.judge.channel import Channel, ChannelClosedError, ForgedFrameError
 from moe_lab.judge.process import _Log
+from moe_lab.problem.contract import ARGUMENTS, Case
+from moe_lab.problem.inputs import make_inputs
 
 EXPLOITS = Path(__file__).parent.parent / "exploits"
 LOOP = (
@@ -362,7 +362,7 @@ def test_the_worker_ends_with_a_killed_judge() -> None:
 def test_the_worker_never_imports_the_truth() -> None:
     code = (
         "import sys, moe_lab.judge.worker, moe_lab.judge.sandbox, moe_lab.judge.arena\n"
-        "print([name for name in sys.modules if name in ('moe_lab.reference', 'moe_lab.judge.compare')])"
+        "print([name for name in sys.modules if name in ('moe_lab.problem.reference', 'moe_lab.judge.compare')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

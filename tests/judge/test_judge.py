@@ -13,14 +13,14 @@ from IPython.lib.pretty import pretty
 from typer.testing import CliRunner
 
 from moe_lab import cli
-from moe_lab.contract import CASES
-from moe_lab.errors import SubmissionError
 from moe_lab.judge import Report, Verdict, judge
 from moe_lab.judge import local as judging
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs, contest_groups, default_plan, state_group
 from moe_lab.judge.verdict import CaseReport, Failure, FindingReport, VariantReport
+from moe_lab.problem.contract import CASES
+from moe_lab.problem.errors import SubmissionError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 EXPLOITS = Path(__file__).parent.parent / "exploits"
 SIGNATURE = (

@@ -7,8 +7,8 @@ import pytest
 
 from moe_lab.judge import Report, judge
 from moe_lab.judge.plan import Call, Group, Plan
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 HONEST = sorted((Path(__file__).parent.parent / "honest").glob("*.py"))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.contract import ARGUMENTS
-from moe_lab.errors import RuleError, SubmissionError
 from moe_lab.judge.rules import RULES, check, explain
+from moe_lab.problem.contract import ARGUMENTS
+from moe_lab.problem.errors import RuleError, SubmissionError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import STEPS
-from moe_lab.submission import Submission
 
 ENTRY = """
 def run_kernel(stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weights,

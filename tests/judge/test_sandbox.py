@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from moe_lab.contract import ARGUMENTS, Case, Variant
-from moe_lab.errors import SandboxError, SubmissionError
-from moe_lab.inputs import make_inputs
 from moe_lab.judge import rules, sandbox
-from moe_lab.reference import fused_truth
+from moe_lab.problem.contract import ARGUMENTS, Case, Variant
+from moe_lab.problem.errors import SandboxError, SubmissionError
+from moe_lab.problem.inputs import make_inputs
+from moe_lab.problem.reference import fused_truth
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 HONEST = sorted((Path(__file__).parent.parent / "honest").glob("*.py"))
 NAMES = ", ".join(argument.name for argument in ARGUMENTS)
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Runner:
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu_meaning() -> None:
-    from moe_lab import backend
+    from moe_lab.machine import backend
 
     backend.prepare()
 

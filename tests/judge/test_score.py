@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.errors import ContractError
 from moe_lab.judge.score import baseline_times_ms, case_points, score, time_for_points
-from moe_lab.tables import published_results
+from moe_lab.problem.errors import ContractError
+from moe_lab.problem.tables import published_results
 
 BEST = (2.551, 4.489, 8.853)
 

@@ -7,8 +7,8 @@ import pytest
 from moe_lab.judge import Verdict, judge
 from moe_lab.judge.local import impossible, timing_report
 from moe_lab.judge.plan import Call, Group, Plan, contest_groups
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
-from moe_lab.submission import Submission
 
 
 def test_a_group_drawn_on_the_device_is_timed_beside_the_baseline() -> None:

@@ -1,0 +1,1 @@
+"""What you see and touch: exercises, pictures, plots, the tile explorer, notebooks, and the export."""

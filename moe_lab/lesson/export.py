@@ -1,0 +1,123 @@
+"""From a notebook's final cell to ``submission.py``: byte for byte, and never a half-written file.
+
+In a notebook, ``%load_ext moe_lab.lesson.export`` gives the cell magic ``%%submission FILE``: the cell below it
+becomes FILE, which is judged on the spot. ``moe-lab export NOTEBOOK -o FILE`` does the same from outside
+without running anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_lab.problem.errors import ExportError, MoeLabError
+from moe_lab.problem.submission import Submission, read_file
+
+if TYPE_CHECKING:
+    from moe_lab.judge.rules import Profile
+
+#: Cell tag and cell magic that mark the final cell.
+TAG = "submission"
+MAGIC = f"%%{TAG}"
+
+
+def submission_cell(notebook: str | os.PathLike[str]) -> str:
+    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line.
+
+    Args:
+        notebook: path of an .ipynb file.
+
+    Raises:
+        ExportError: if the notebook cannot be read, or does not hold exactly one tagged code cell with text in it.
+    """
+    path = Path(notebook)
+    try:
+        document = json.loads(read_file(path))
+        cells = [cell for cell in document["cells"] if TAG in cell.get("metadata", {}).get("tags", [])]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except FileNotFoundError:
+        raise ExportError(f"got no file {path}, expected a notebook") from None
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ExportError(
+            f"{path} is no notebook, expected JSON with cells, usually because the save broke off"
+        ) from None
+    if len(sources) != 1:
+        raise ExportError(
+            f"got {len(sources)} code cells tagged '{TAG}' in {path}, expected exactly 1; set the tag in JupyterLab's "
+            "property inspector (the gears at the top right)"
+        )
+    source = sources[0]
+    if source.startswith(MAGIC):
+        source = source.partition("\n")[2]
+    if not source.strip():
+        raise ExportError(f"got an empty cell tagged '{TAG}' in {path}, expected a whole submission")
+    return source
+
+
+def export(submission: Submission, target: str | os.PathLike[str], profile: Profile = "contest") -> Path:
+    """Check a submission against the rules and write it; on any error an existing file stays as it was.
+
+    Args:
+        submission: what to write.
+        target: file to write or replace.
+        profile: "contest" or "open", see :mod:`moe_lab.judge.rules`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ExportError: naming the first violated rule and its line, or a folder that cannot be written to.
+    """
+    from moe_lab.judge import rules
+
+    try:
+        violations = [finding for finding in rules.check(submission, profile) if finding.level == "violation"]
+        if violations:
+            first = violations[0]
+            raise ExportError(
+                f"nothing was written: line {first.line}, column {first.column}: "
+                f"{rules.told(first.message, first.rule_id, len(violations) - 1)}"
+            )
+        return submission.save(target)
+    except ExportError:
+        raise
+    except MoeLabError as error:
+        raise ExportError(f"nothing was written: {error}") from None
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Register ``%%submission FILE``, called by ``%load_ext moe_lab.lesson.export``."""
+    ipython.register_magic_function(_submission_magic, "cell", TAG)
+
+
+def _submission_magic(line: str, cell: str) -> None:
+    """``%%submission FILE``: write the cell to FILE, then judge that file and show the verdict."""
+    from IPython.core.error import UsageError
+    from IPython.display import display
+
+    from moe_lab.judge import judge
+
+    target = Path(line.strip() or "submission.py")
+    try:
+        path = export(Submission(_as_typed(cell), target.name), target)
+        written = Submission.from_file(path)
+        handle = display({"text/plain": "judging ..."}, raw=True, display_id=True)
+        report = judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
+        handle.update(report)
+    except MoeLabError as error:
+        raise UsageError(str(error)) from None
+
+
+def _as_typed(cell: str) -> str:
+    """The cell's own bytes: IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have."""
+    from IPython.core.getipython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        return cell
+    typed = str(kernel.get_parent().get("content", {}).get("code", "")).partition("\n")[2]
+    return typed if typed + "\n" == cell else cell

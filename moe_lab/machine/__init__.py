@@ -1,0 +1,1 @@
+"""Where it runs: the backend, what TileLang means on a CPU, devices, and timing."""

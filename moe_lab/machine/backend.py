@@ -1,0 +1,397 @@
+"""Which device is here, what it can run, and what is missing.
+
+Three kinds of machine run the same submissions: a MetaX card (``maca``), an NVIDIA card (``cuda``) and a machine with
+neither (``cpu``). torch and TileLang are imported when they are first needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_lab.problem.contract import ENTRY_POINT
+from moe_lab.problem.errors import BackendError, SubmissionError
+from moe_lab.problem.submission import Submission
+
+Kind = Literal["cpu", "cuda", "maca"]
+
+# Pairs of tilelang and apache-tvm-ffi that were seen working. A newer tvm-ffi under an older tilelang ends the process
+# during import, with no Python error.
+_PAIRS: Mapping[str, tuple[str, ...]] = {"0.1.10": ("0.1.10", "0.1.11"), "0.1.15": ("0.1.12",)}
+
+_MACA_PATH = "/opt/maca"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where submissions run.
+
+    Attributes:
+        kind: "cpu", "cuda" or "maca".
+        name: the device's own name.
+        torch_device: what torch calls it; MACA answers to "cuda".
+    """
+
+    kind: Kind
+    name: str
+    torch_device: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of :func:`doctor`.
+
+    Attributes:
+        name: what was looked at.
+        ok: whether it is as it should be.
+        found: what is there.
+        remedy: what to do about it; empty if nothing is needed.
+        required: whether submissions cannot run here without it.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    required: bool = True
+
+
+@functools.cache
+def detect() -> Backend:
+    """The device of this machine, the best one first.
+
+    Raises:
+        BackendError: if torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise BackendError(f"got no torch ({error}), expected it installed: `pip install torch`") from None
+    # AMD's torch answers to "cuda" too; nothing here was tried on it, so it counts as no GPU.
+    if not torch.cuda.is_available() or torch.version.hip:
+        return Backend("cpu", _processor_name(), "cpu")
+    name = torch.cuda.get_device_name()
+    maca = any(word in f"{torch.__version__} {name}".lower() for word in ("metax", "maca"))
+    return Backend("maca" if maca else "cuda", name, "cuda")
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def prepare() -> Backend:
+    """Make TileLang ready in this process; call it before a submission is loaded, as often as you like.
+
+    On a GPU only the environment is set (quiet compilation). With no GPU the names of TileLang get a CPU meaning, see
+    :mod:`moe_lab.machine.cpu`, and compiled kernels are kept in TileLang's disk cache.
+
+    Returns:
+        The device, as :func:`detect`.
+
+    Raises:
+        BackendError: if TileLang cannot be imported, or on a CPU for a missing compiler or a TileLang too old.
+    """
+    backend = detect()
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    _usable_cache_dir()
+    try:
+        importlib.import_module("tilelang")
+    except ImportError as error:
+        raise BackendError(f"got no tilelang ({error}), expected it installed: see `moe-lab doctor`") from None
+    # When building a kernel fails TileLang prints pages of rewritten source before the error that matters.
+    logging.getLogger("tilelang.language.eager.builder").setLevel(logging.CRITICAL + 1)
+    # It also logs every kernel that it finds in memory again, as for a text that is loaded twice.
+    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
+    if backend.kind == "cpu":
+        from moe_lab.machine import cpu
+
+        cpu.apply()
+    return backend
+
+
+def _usable_cache_dir() -> None:
+    """TileLang creates its cache folder when it is imported and dies if it cannot."""
+    folder = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        other = tempfile.mkdtemp(prefix="moe_lab_tilelang_")
+        atexit.register(shutil.rmtree, other, ignore_errors=True)
+        warnings.warn(
+            f"TileLang's cache folder {folder} cannot be written ({error.strerror}), so compiled kernels are kept in "
+            f"{other}: set TILELANG_CACHE_DIR to a folder that can",
+            stacklevel=3,
+        )
+        os.environ["TILELANG_CACHE_DIR"] = other
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a measurement or a verdict depends on, by name; what is not installed is left out.
+
+    A vendor's TileLang may run from its source tree without being installed; it is then imported and asked.
+    """
+    import moe_lab
+
+    found = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
+    for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython"):
+        version = _version(name)
+        if version is None and name == "tilelang" and importlib.util.find_spec("tilelang"):
+            version = str(importlib.import_module("tilelang").__version__)
+        if version is not None:
+            found[name] = version
+    backend = detect()
+    if backend.kind == "cpu":
+        from moe_lab.machine import cpu
+
+        with contextlib.suppress(BackendError):
+            found["compiler"] = _first_line([cpu.compiler(), "--version"])
+    else:
+        import torch
+
+        found["cuda" if backend.kind == "cuda" else "maca"] = str(torch.version.cuda)
+    return found
+
+
+def _first_line(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return next(iter((done.stdout or done.stderr).splitlines()), "no answer")
+
+
+def load(submission: Submission) -> Callable[..., None]:
+    """Execute a submission in this process and return its ``run_kernel``. For your own code: the judge uses a sandbox.
+
+    On a machine with no GPU the TileLang names get their CPU meaning first (:mod:`moe_lab.machine.cpu`).
+
+    Raises:
+        SubmissionError: if the module has no callable ``run_kernel``.
+        BackendError: if this machine cannot run TileLang.
+    """
+    prepare()
+    # TileLang reads the source of a prim_func from its file, so the text has to exist on disk.
+    folder = Path(tempfile.mkdtemp(prefix="moe_lab_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = submission.save(folder / "submission.py")
+    module = types.ModuleType("submission")
+    module.__file__ = str(path)
+    exec(compile(submission.source, str(path), "exec", dont_inherit=True), module.__dict__)
+    entry: Any = module.__dict__.get(ENTRY_POINT)
+    if not callable(entry):
+        raise SubmissionError(f"got no function {ENTRY_POINT} in {submission.name}, expected one at module level")
+    return entry
+
+
+# The smallest kernel that shows that TileLang compiles and runs here; it prints what it computed.
+_PROBE = """
+import sys
+from moe_lab.machine import backend
+where = backend.prepare()
+import tilelang, tilelang.language as T, torch
+@tilelang.jit
+def build(n):
+    @T.prim_func
+    def probe(a: T.Tensor((n, n), "float16"), b: T.Tensor((n, n), "float16")):
+        with T.Kernel(1, threads=128) as bx:
+            a_shared = T.alloc_shared((n, n), "float16")
+            acc = T.alloc_fragment((n, n), "float32")
+            T.clear(acc)
+            T.copy(a, a_shared)
+            T.gemm(a_shared, a_shared, acc, transpose_B=True)
+            T.copy(acc, b)
+    return probe
+a = torch.eye(64, dtype=torch.float16, device=where.torch_device) * 3
+b = torch.zeros_like(a)
+build(64)(a, b)
+print("probe", tilelang.__version__, float(b.sum()))
+"""
+
+
+def doctor() -> list[Check]:
+    """Look at everything that submissions need here.
+
+    Returns:
+        One check for each, in the order to read them. Submissions can run if every required one is ok.
+    """
+    checks = [
+        Check("Python", sys.version_info >= (3, 10), platform.python_version(), "install Python 3.10 or newer"),
+        *_torch_checks(),
+        *_tilelang_checks(),
+    ]
+    try:
+        kind: Kind | None = detect().kind
+    except BackendError:
+        kind = None
+    if kind == "cpu":
+        checks.append(_compiler_check())
+    elif kind == "cuda":
+        checks.append(_nvcc_check())
+    elif kind == "maca":
+        checks += _maca_checks(os.environ)
+    if all(check.ok for check in checks if check.required):
+        checks.append(_probe_check())
+    for name, why, required in (
+        ("RestrictedPython", "the judge's sandbox", True),
+        ("jupyterlab", "the notebooks", False),
+    ):
+        version = _version(name)
+        remedy = f"`pip install {name}`: {why} needs it"
+        checks.append(Check(name, version is not None, version or "not installed", remedy, required))
+    return [replace(check, remedy="") if check.ok else check for check in checks]
+
+
+def _torch_checks() -> list[Check]:
+    version = _version("torch")
+    checks = [Check("torch", version is not None, version or "not installed", "`pip install torch`")]
+    if version is not None:
+        backend = detect()
+        found = f"{backend.kind}: {backend.name}"
+        checks.insert(0, Check("device", True, found))
+    return checks
+
+
+def _tilelang_checks() -> list[Check]:
+    tilelang, ffi = _version("tilelang"), _version("apache-tvm-ffi")
+    if tilelang is None and importlib.util.find_spec("tilelang") is None:
+        return [Check("tilelang", False, "not installed", "`pip install tilelang==0.1.15 apache-tvm-ffi==0.1.12`")]
+    checks = [Check("tilelang", True, tilelang or "from a source tree")]
+    fitting = _PAIRS.get((tilelang or "").partition("+")[0])
+    if ffi is not None and fitting is not None:
+        remedy = f"`pip install apache-tvm-ffi=={fitting[-1]}`: a pair that does not fit can end Python during import"
+        # A vendor's build may pair other numbers, so the probe kernel decides.
+        checks.append(Check("apache-tvm-ffi", ffi in fitting, ffi, remedy, required=False))
+    return checks
+
+
+def _compiler_check() -> Check:
+    from moe_lab.machine import cpu
+
+    try:
+        path = cpu.compiler()
+    except BackendError as error:
+        return Check("C++ compiler", False, "none", str(error))
+    return Check("C++ compiler", True, _first_line([path, "--version"]))
+
+
+def _nvcc_check() -> Check:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
+    remedy = (
+        "install the CUDA toolkit of your driver, or `pip install nvidia-cuda-nvcc`, and put nvcc on the PATH or its "
+        "folder into CUDA_HOME; TileLang compiles kernels with it"
+    )
+    # TileLang also finds the compiler of a pip package, so the probe kernel decides.
+    return Check("nvcc", path is not None, _first_line([path, "--version"]) if path else "none", remedy, required=False)
+
+
+def _maca_checks(environment: Mapping[str, str]) -> list[Check]:
+    maca = Path(environment.get("MACA_PATH", _MACA_PATH))
+    llvm = maca / "mxgpu_llvm"
+    wanted: dict[str, tuple[str, ...]] = {
+        "TILELANG_CACHE_DIR": (),
+        "MACA_PATH": (),
+        "LD_LIBRARY_PATH": (str(maca / "lib"), str(llvm / "lib")),
+        "PATH": (str(maca / "bin"), str(llvm / "bin")),
+        "PYTHONPATH": (),
+    }
+    checks = []
+    for name, folders in wanted.items():
+        value = environment.get(name, "")
+        parts = [os.path.normpath(part) for part in value.split(os.pathsep) if part]
+        missing = [folder for folder in folders if os.path.normpath(folder) not in parts]
+        found = f"lacks {', '.join(missing)}" if missing else value or "not set"
+        remedy = "set it before Python starts, see the exports below"
+        # A wheel of the vendor's needs none of them, so the probe kernel decides.
+        checks.append(Check(f"${name}", bool(value) and not missing, found, remedy, required=False))
+    return checks
+
+
+def maca_exports(tilelang_root: str = "$HOME/tilelang", maca_path: str = _MACA_PATH) -> str:
+    """Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts.
+
+    Args:
+        tilelang_root: checkout of the vendor's TileLang; paths differ between machines.
+        maca_path: where MACA is installed.
+    """
+    return "\n".join(
+        (
+            f'export MACA_PATH="{maca_path}"',
+            f'export TILELANG_ROOT="{tilelang_root}"',
+            'export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"',
+            'export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"',
+            'export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"',
+            'export PATH="$MACA_PATH/bin:$MACA_PATH/mxgpu_llvm/bin:$PATH"',
+            'export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH"',
+        )
+    )
+
+
+def _probe_check() -> Check:
+    """Compile and run one small kernel in a process of its own: a broken pair of packages ends only that one."""
+    name = "a kernel compiles and runs"
+    # The kernel has to be a file, because TileLang reads its source.
+    with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder:
+        path = Path(folder, "probe.py")
+        path.write_text(_PROBE, encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+        try:
+            done = subprocess.run(
+                [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=300, env=environment,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Check(name, False, "no answer in 5 minutes", "look for a compiler that hangs, then try again")
+    answer = next((line for line in done.stdout.splitlines() if line.startswith("probe ")), "")
+    if done.returncode == 0 and answer.split()[2:] == ["576.0"]:
+        return Check(name, True, f"yes, with tilelang {answer.split()[1]}")
+    if done.returncode < 0:
+        found = f"the process was ended by signal {-done.returncode}"
+    else:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        found = lines[-1] if lines else f"exit code {done.returncode}, answer {answer!r}"
+    return Check(
+        name, False, found, "mend what the lines above name; else reinstall tilelang and apache-tvm-ffi together"
+    )
+
+
+def render_doctor(checks: list[Check]) -> Any:
+    """The checks as a rich table."""
+    from rich.table import Table
+
+    table = Table(title="moe-lab doctor", title_justify="left")
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(
+            "ok" if check.ok else "MISSING" if check.required else "note", check.name, check.found, check.remedy
+        )
+    return table

@@ -1,0 +1,298 @@
+"""What devices can do: limits of a block and roofs, from ``data/devices.csv`` and ``data/device_figures.csv``.
+
+A figure is a range with a source. Three kinds are kept apart: "specification" (a vendor's paper, or read off the
+device), "measured" (reached on that device by a plain large matmul or copy: a roof) and "observed" (seen somewhere,
+but no roof: on a slice of a card, or by one kernel).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_lab.problem.contract import data_dir
+from moe_lab.problem.errors import DataError
+from moe_lab.problem.tables import load
+
+Quantity = Literal[
+    "processors", "lanes", "shared_per_block_bytes", "shared_per_processor_bytes", "shared_reserved_per_block_bytes",
+    "registers_per_processor", "registers_per_thread", "threads_per_processor", "threads_per_block", "l2_bytes",
+    "memory_gb", "clock_mhz", "peak_fp16_tflops", "bandwidth_gbps",
+]  # fmt: skip
+Basis = Literal["specification", "measured", "observed"]
+
+#: What a row of ``device_figures.csv`` must exist for, or a tile could not be placed.
+_REQUIRED: dict[str, tuple[Quantity, ...]] = {
+    "gpu": (
+        "processors", "lanes", "shared_per_block_bytes", "shared_per_processor_bytes", "registers_per_processor",
+        "registers_per_thread", "threads_per_processor", "l2_bytes", "peak_fp16_tflops", "bandwidth_gbps",
+    ),
+    "cpu": ("processors", "peak_fp16_tflops", "bandwidth_gbps"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of one device.
+
+    Attributes:
+        device: key of the device.
+        quantity: what; the unit is in the name, TFLOP/s are dense with fp32 accumulation, GB/s are 1e9 bytes.
+        basis: "specification", "measured" or "observed".
+        low, high: the range of what the sources say; equal where they agree.
+        source: who says so.
+        note: how it was read, or what disagrees.
+    """
+
+    device: str
+    quantity: Quantity
+    basis: Basis
+    low: float
+    high: float
+    source: str
+    note: str | None
+
+    def __post_init__(self) -> None:
+        """Refuse an upside-down or negative range."""
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"got {self.quantity} from {self.low} to {self.high}, expected 0 <= low <= high")
+
+    def __str__(self) -> str:
+        """The number, or the range."""
+        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The two ceilings of a device.
+
+    Attributes:
+        title: what to write on the line.
+        peak_tflops: dense fp16 arithmetic, 1e12 operations a second, above 0.
+        bandwidth_tbps: device memory, 1e12 bytes a second, above 0.
+        basis: where the two come from.
+    """
+
+    title: str
+    peak_tflops: float
+    bandwidth_tbps: float
+    basis: Basis
+
+    def __post_init__(self) -> None:
+        """Refuse a ceiling that is not above 0."""
+        if self.peak_tflops <= 0 or self.bandwidth_tbps <= 0:
+            raise DataError(
+                f"got a roof of {self.peak_tflops} TFLOP/s and {self.bandwidth_tbps} TB/s, expected both above 0"
+            )
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte at which arithmetic takes over from memory.
+
+        >>> Roof("made up", 600, 4, "specification").ridge
+        150.0
+        """
+        return self.peak_tflops / self.bandwidth_tbps
+
+
+@dataclass(frozen=True)
+class _DeviceRow:
+    device: str
+    title: str
+    vendor: str
+    target: Literal["cuda", "hip", "maca", "c"]
+    architecture: str
+    kind: Literal["gpu", "cpu"]
+    names: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        name: short key, such as "c500".
+        title: full name.
+        vendor: who makes it.
+        target: TileLang's target kind.
+        architecture: the vendor's name for its instruction set.
+        kind: "gpu" or "cpu".
+        names: how its driver reports it.
+        figures: every number known.
+    """
+
+    name: str
+    title: str
+    vendor: str
+    target: str
+    architecture: str
+    kind: Literal["gpu", "cpu"]
+    names: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    def figure(self, quantity: Quantity, basis: Basis = "specification") -> Figure | None:
+        """One figure, None if no source gives it."""
+        for figure in self.figures:
+            if figure.quantity == quantity and figure.basis == basis:
+                return figure
+        return None
+
+    def _limit(self, quantity: Quantity) -> int:
+        """A hard limit: where sources disagree, the smaller one is safe."""
+        figure = self.figure(quantity)
+        if figure is None:
+            raise DataError(
+                f"got no {quantity} for {self.title}, expected one in device_figures.csv, usually because a "
+                f"{self.kind} has no such limit"
+            )
+        return int(figure.low)
+
+    @property
+    def processors(self) -> int:
+        """Streaming multiprocessors, compute units, APs, or the cores of a CPU."""
+        return self._limit("processors")
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a wave (warp): 32 or 64."""
+        return self._limit("lanes")
+
+    @property
+    def shared_per_block_bytes(self) -> int:
+        """Shared memory that one block can be given."""
+        return self._limit("shared_per_block_bytes")
+
+    @property
+    def shared_per_processor_bytes(self) -> int:
+        """Shared memory of one processor, for all its blocks."""
+        return self._limit("shared_per_processor_bytes")
+
+    @property
+    def shared_reserved_per_block_bytes(self) -> int:
+        """What the driver keeps for itself of each resident block; 0 where no source names any."""
+        figure = self.figure("shared_reserved_per_block_bytes")
+        return int(figure.low) if figure else 0
+
+    @property
+    def registers_per_processor(self) -> int:
+        """32-bit registers of one processor."""
+        return self._limit("registers_per_processor")
+
+    @property
+    def registers_per_thread(self) -> int:
+        """32-bit registers that one thread can hold before it spills."""
+        return self._limit("registers_per_thread")
+
+    @property
+    def threads_per_processor(self) -> int:
+        """Resident threads of one processor."""
+        return self._limit("threads_per_processor")
+
+    @property
+    def threads_per_block(self) -> int | None:
+        """Threads of one block at most; None where no source says."""
+        figure = self.figure("threads_per_block")
+        return int(figure.low) if figure else None
+
+    @property
+    def most_threads_per_block(self) -> int:
+        """Threads of one block at most; where no source says, as many as a processor holds."""
+        return self.threads_per_block or self.threads_per_processor
+
+    @property
+    def l2_bytes(self) -> int:
+        """Second-level cache."""
+        return self._limit("l2_bytes")
+
+    def roof(self, basis: Basis = "specification") -> Roof:
+        """The ceilings; of a range the upper end, because a bound must not be beaten.
+
+        Args:
+            basis: "specification" or "measured".
+
+        Raises:
+            DataError: if there is no such pair of figures, as for a card that nobody measured whole.
+        """
+        peak, bandwidth = self.figure("peak_fp16_tflops", basis), self.figure("bandwidth_gbps", basis)
+        if basis == "observed" or peak is None or bandwidth is None:
+            have = [name for name in ("specification", "measured") if self.figure("peak_fp16_tflops", name)]
+            raise DataError(
+                f"got basis {basis!r} for {self.title}, expected {' or '.join(have)}, because what else is known of it "
+                "is no roof (see the notes in device_figures.csv)"
+            )
+        return Roof(f"{self.title}, {basis}", peak.high, bandwidth.high / 1000, basis)
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """Every device of ``data/devices.csv`` by its key, in the file's order.
+
+    Raises:
+        DataError: for a row that does not fit, a figure given twice, or a device that lacks one it needs.
+    """
+    rows = load(data_dir() / "devices.csv", _DeviceRow)
+    figures = load(data_dir() / "device_figures.csv", Figure)
+    return _join(rows, figures)
+
+
+def _join(rows: tuple[_DeviceRow, ...], figures: tuple[Figure, ...]) -> dict[str, Device]:
+    known = {row.device for row in rows}
+    seen: set[tuple[str, str, str]] = set()
+    for line, figure in enumerate(figures, start=2):
+        key = (figure.device, figure.quantity, figure.basis)
+        if figure.device not in known:
+            raise DataError(f"device_figures.csv, line {line}: got {figure.device!r}, expected a key of devices.csv")
+        if key in seen:
+            raise DataError(f"device_figures.csv, line {line}: got {' '.join(key)} a second time, expected one range")
+        seen.add(key)
+    found: dict[str, Device] = {}
+    for line, row in enumerate(rows, start=2):
+        if row.device in found:
+            raise DataError(f"devices.csv, line {line}: got {row.device!r} a second time, expected each key once")
+        missing = [q for q in _REQUIRED[row.kind] if (row.device, q, "specification") not in seen]
+        if missing:
+            raise DataError(f"devices.csv, line {line}: {row.device} has no {', '.join(missing)} in device_figures.csv")
+        own = tuple(figure for figure in figures if figure.device == row.device)
+        found[row.device] = Device(
+            row.device, row.title, row.vendor, row.target, row.architecture, row.kind, tuple(row.names.split("|")), own
+        )
+    return found
+
+
+def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
+    """One device by its key, title or the name its driver reports; case does not matter.
+
+    Args:
+        name: key, title or reported name.
+        kind: only this one; any by default.
+
+    Raises:
+        DataError: for a name that is none of them, or of another kind.
+    """
+    wanted = name.strip().casefold()
+    offered = [item for item in devices().values() if kind in (None, item.kind)]
+    keys = ", ".join(item.name for item in offered)
+    for item in devices().values():
+        if wanted in {text.casefold() for text in (item.name, item.title, *item.names)}:
+            if item not in offered:
+                raise DataError(f"got device {name!r}, a {item.kind.upper()}, expected a {str(kind).upper()}: {keys}")
+            return item
+    raise DataError(
+        f"got device {name!r}, expected one of {keys}, usually because data/devices.csv has no row for "
+        "it yet: add one, and its figures to data/device_figures.csv"
+    )
+
+
+def reported_as(text: str) -> Device | None:
+    """The device whose driver reports itself like this; None if ``data/devices.csv`` has none.
+
+    >>> reported_as("NVIDIA H200").name
+    'h200'
+    >>> reported_as("NVIDIA H200 NVL") is None
+    True
+    """
+    try:
+        return device(text)
+    except DataError:
+        return None

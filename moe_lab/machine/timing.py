@@ -1,0 +1,339 @@
+"""Timing that can be trusted: interleaved, warmed up, medians with an interval, and never across devices.
+
+Candidates take turns, forwards and then backwards, so that clocks and heat reach all of them alike. On a GPU a *cold*
+call finds its inputs in memory and not in the L2 cache: sets of inputs rotate, and a large buffer is read before every
+call, which also keeps the queue full while Python issues the next kernels. A *warm* call follows an untimed one on the
+same inputs. A CPU's caches are not controlled, and the record says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_lab.problem.contract import data_dir
+from moe_lab.problem.errors import ContractError, DataError
+from moe_lab.problem.submission import write_atomic
+from moe_lab.problem.tables import load
+
+Cache = Literal["cold", "dirty", "warm", "uncontrolled"]
+Kind = Literal["step", "submission", "peer", "roof"]
+
+#: States in which a call finds none of its inputs in the L2 cache. "dirty" is only recorded, no longer measured: the
+#: buffer was written before the call, so its lines still had to go to memory while the call ran.
+COLD: tuple[Cache, ...] = ("cold", "dirty")
+#: Bytes read before a cold call at least: several times the largest L2 cache there is.
+_FLUSH_BYTES = 512 * 2**20
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one candidate.
+
+    Attributes:
+        name: what was timed.
+        device: the device's own name.
+        cache: state of the cache before each call.
+        times_ms: one entry a round.
+        median_ms: their median.
+        low_ms, high_ms: 95% bootstrap interval of the median.
+    """
+
+    name: str
+    device: str
+    cache: Cache
+    times_ms: tuple[float, ...]
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+
+def summarise(name: str, times_ms: Sequence[float], *, device: str, cache: Cache) -> Timing:
+    """Median and its 95% bootstrap interval (percentiles of 2000 resamples, seeded).
+
+    Args:
+        name: what was timed.
+        times_ms: at least one time above 0.
+        device: the device's own name.
+        cache: state of the cache before each call.
+
+    Raises:
+        ContractError: for no time at all, or one that is not above 0.
+
+    >>> summarise("x", [2.0, 1.0, 3.0], device="a card", cache="cold").median_ms
+    2.0
+    """
+    if not times_ms or not all(value > 0 for value in times_ms):
+        raise ContractError(f"got times {list(times_ms)} for {name}, expected at least one, each above 0 ms")
+    low = high = median = statistics.median(times_ms)
+    if len(times_ms) > 1:
+        import numpy as np
+        from scipy.stats import bootstrap
+
+        result = bootstrap(
+            (np.asarray(times_ms),), np.median, method="percentile", n_resamples=_RESAMPLES,
+            random_state=np.random.default_rng(0), vectorized=True,
+        )  # fmt: skip
+        low = min(float(result.confidence_interval.low), median)
+        high = max(float(result.confidence_interval.high), median)
+    return Timing(name, device, cache, tuple(times_ms), float(median), low, high)
+
+
+def interleave(
+    calls: Mapping[str, Callable[[int], Any]],
+    *,
+    rounds: int = 25,
+    warmup: int = 3,
+    sets: int = 1,
+    cache: Literal["cold", "warm"] = "cold",
+) -> dict[str, Timing]:
+    """Time candidates in turns on this machine's device.
+
+    Args:
+        calls: by name, a function that takes the number of an input set and issues the work on it.
+        rounds: timed calls of each candidate, at least 1.
+        warmup: rounds before that, not timed.
+        sets: input sets that rotate, at least 1; each should hold more than the cache.
+        cache: what a call finds on a GPU. On a CPU neither is controlled and the result says "uncontrolled".
+
+    Returns:
+        A timing for each candidate, in the order of ``calls``.
+
+    Raises:
+        ContractError: for fewer than one round or set.
+    """
+    if rounds < 1 or sets < 1 or warmup < 0:
+        raise ContractError(f"got rounds={rounds}, warmup={warmup}, sets={sets}, expected at least 1, 0 and 1")
+    from moe_lab.machine import backend
+
+    where = backend.detect()
+    clock = _cpu_clock if where.kind == "cpu" else _gpu_clock(cache)
+    forwards = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warmup + rounds):
+        names = forwards if turn % 2 == 0 else forwards[::-1]
+        index = turn % sets if cache == "cold" else 0
+        pending = [(name, clock(functools.partial(calls[name], index))) for name in names]
+        for name, finish in pending:
+            elapsed = finish()
+            if turn >= warmup:
+                times[name].append(elapsed)
+    state: Cache = "uncontrolled" if where.kind == "cpu" else cache
+    return {name: summarise(name, found, device=where.name, cache=state) for name, found in times.items()}
+
+
+def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
+    start = time.perf_counter()
+    call()
+    elapsed = (time.perf_counter() - start) * 1e3
+    return lambda: elapsed
+
+
+def _gpu_clock(cache: str) -> Callable[[Callable[[], Any]], Callable[[], float]]:
+    import torch
+
+    size = max(_FLUSH_BYTES, 4 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0))
+    flush = torch.zeros(size // 8 if cache == "cold" else 0, dtype=torch.int64, device="cuda")
+
+    def clock(call: Callable[[], Any]) -> Callable[[], float]:
+        if cache == "warm":
+            call()
+        # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for the way of
+        # up to 50 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
+        # the kernels and not the gaps between them.
+        flush.sum()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+
+        def finish() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+        return finish
+
+    return clock
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times faster one candidate is than another, with a 95% bootstrap interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def speedup(one: Timing, other: Timing) -> Speedup:
+    """Median of ``other`` over median of ``one``: above 1 means that ``one`` is faster.
+
+    Raises:
+        ContractError: if the two were timed on different devices or with another state of the cache.
+    """
+    if one.device != other.device:
+        raise ContractError(
+            f"got {one.name} on {one.device} and {other.name} on {other.device}, expected one device: a time says "
+            "nothing about another machine"
+        )
+    if one.cache != other.cache:
+        raise ContractError(
+            f"got {one.name} with a {one.cache} cache and {other.name} with a {other.cache} one, expected the same"
+        )
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    first, second = np.asarray(one.times_ms), np.asarray(other.times_ms)
+    ratios = np.median(rng.choice(second, (_RESAMPLES, second.size)), axis=1) / np.median(
+        rng.choice(first, (_RESAMPLES, first.size)), axis=1
+    )
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Speedup(other.median_ms / one.median_ms, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of ``data/measurements``: see ``data/README.md`` for the columns.
+
+    Attributes:
+        run: id shared by everything that was timed in turns; only rows of one run may be compared.
+        recorded_at: UTC, ISO 8601.
+        device, driver, versions: what it ran on and with; versions as "name=version", separated by spaces.
+        kind: "step" (ours), "submission" (a file of somebody), "peer" (a library) or "roof" (a plain matmul or copy).
+        name: step, file, library or roof.
+        source_hash: SHA-256 of a step's or submission's text.
+        case, num_experts, hidden, intermediate, num_tokens: the problem.
+        routing: name of the routing; seed: of the inputs.
+        cache: state of the cache before each call.
+        rounds: timed calls.
+        median_ms, low_ms, high_ms: median and its 95% interval.
+        flops: useful operations, or those of the roof; bytes: compulsory bytes, or those of the roof.
+        error: relative error against the fp32 truth (Frobenius norm); empty for a roof.
+    """
+
+    run: str
+    recorded_at: str
+    device: str
+    driver: str
+    versions: str
+    kind: Kind
+    name: str
+    source_hash: str | None
+    case: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    num_tokens: int
+    routing: str
+    seed: int
+    cache: Cache
+    rounds: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    flops: int
+    bytes: int
+    error: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse a time that is none, or a median outside its interval."""
+        if not 0 < self.low_ms <= self.median_ms <= self.high_ms:
+            raise ValueError(
+                f"got median_ms={self.median_ms} in {self.low_ms} to {self.high_ms}, expected 0 < low <= median <= high"
+            )
+        if (self.kind in ("step", "submission")) != (self.source_hash is not None):
+            raise ValueError(f"got source_hash={self.source_hash} for a {self.kind}, expected one for our files alone")
+
+    @property
+    def rate_tflops(self) -> float:
+        """Useful operations over the median, 1e12 a second."""
+        return self.flops / self.median_ms / 1e9
+
+    @property
+    def rate_gbps(self) -> float:
+        """Compulsory bytes over the median, 1e9 a second."""
+        return self.bytes / self.median_ms / 1e6
+
+
+def new_run() -> tuple[str, str]:
+    """Id and UTC time of a run that begins now; the id sorts by time and is unique."""
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds")
+
+
+def measurements_dir() -> Path:
+    """``data/measurements`` of this checkout."""
+    return data_dir() / "measurements"
+
+
+def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
+    """Write the rows of one run to a file of their own: complete or not at all, and no other run is touched.
+
+    Args:
+        rows: at least one, all of one run.
+        folder: where; ``data/measurements`` by default.
+
+    Returns:
+        The file.
+
+    Raises:
+        ContractError: for no rows, or rows of several runs.
+        SubmissionError: if the folder cannot be written to.
+    """
+    import csv
+    import io
+
+    runs = {row.run for row in rows}
+    if len(runs) != 1:
+        raise ContractError(f"got rows of {len(runs)} runs, expected rows of one")
+    folder = folder or measurements_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(field.name for field in fields(Measurement))
+    for row in rows:
+        writer.writerow("" if value is None else value for value in astuple(row))
+    return write_atomic(folder / f"{runs.pop()}.csv", text.getvalue().encode())
+
+
+def measurements(folder: Path | None = None) -> list[Measurement]:
+    """Every recorded row, oldest run first.
+
+    Raises:
+        DataError: for a row that does not fit; names file and line.
+    """
+    folder = folder or measurements_dir()
+    if not folder.is_dir():
+        raise DataError(f"got no folder {folder}, expected recorded measurements: run `moe-lab bench`")
+    return [row for path in sorted(folder.glob("*.csv")) for row in load(path, Measurement)]
+
+
+def newest_runs(device: str, name: str, routing: str, folder: Path | None = None) -> list[Measurement]:
+    """Of each case the newest recorded run that timed something on a device, with one routing and a cold cache.
+
+    Args:
+        device: part of the device's own name, such as "H200".
+        name: step, file or library that the runs must hold.
+        routing: name of the routing.
+        folder: ``data/measurements`` by default.
+
+    Returns:
+        All rows of these runs and their case, cases in order; empty if there is no such run.
+
+    Raises:
+        DataError: for a row that does not fit.
+    """
+    rows = [
+        row for row in measurements(folder)
+        if device in row.device and row.routing == routing and row.cache in COLD
+    ]  # fmt: skip
+    newest = {row.case: row.run for row in rows if row.name == name}
+    return [row for case in sorted(newest) for row in rows if (row.case, row.run) == (case, newest[case])]

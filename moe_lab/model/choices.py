@@ -1,0 +1,112 @@
+"""The literals of a submission and the values worth trying in their place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_lab.problem.submission import LiteralValue, Submission
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One literal of a step and the values that the explorer offers for it.
+
+    Attributes:
+        name: as in the source.
+        value: what the source says.
+        values: what is offered, in order, ``value`` among them; one value means that it is shown and not offered.
+        comment: the comment above it in the source, empty if there is none.
+    """
+
+    name: str
+    value: LiteralValue
+    values: tuple[LiteralValue, ...]
+    comment: str
+
+
+def choices(submission: Submission) -> tuple[Choice, ...]:
+    """Every literal of a submission, in the order of the source.
+
+    Raises:
+        SubmissionError: for text that is no Python.
+    """
+    lines = submission.source.splitlines()
+    return tuple(
+        Choice(literal.name, literal.value, offered(literal.name, literal.value), _comment_above(lines, literal.line))
+        for literal in submission.literals.values()
+    )
+
+
+#: What the last word of a literal's name says about its values; everything else goes by the value alone.
+_VOCABULARY: dict[str, tuple[LiteralValue, ...]] = {
+    "ORDER": ("row", "column"),
+    "POLICY": ("Square", "FullRow", "FullCol"),
+    "STAGES": (1, 2, 3, 4),
+    "PANEL": (1, 2, 4, 6, 8, 10, 12, 16),
+    "THREADS": (64, 128, 256, 384, 512, 1024),
+    "WIDTH": (1, 2, 4, 8),
+    "VECTOR": (0, 2, 4, 8),
+}
+
+
+def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
+    """Values worth trying in the place of one.
+
+    - A word of the field at the end of the name has its own values: copies in flight (STAGES), swizzle panels (PANEL)
+      and their ORDER, warp POLICY, THREADS, and values copied (WIDTH) or kept together (VECTOR) at once.
+    - Otherwise the value's neighbours of the same kind: for a power of two from 16 on, as tile sides are, powers of two
+      from an eighth, at least 16, to four times the value; for another multiple of 16, as token tiles are, multiples
+      of 32, or of 16 if it is none of 32, up to twice the value; below 16, counts from 1 to twice the value, at least
+      to 4; for True or False, both.
+    - Anything else is a constant, not a tile: itself alone.
+
+    What is offered need not fit a card or be right: that is what the readout and the judge say.
+
+    >>> offered("BLOCK_K", 128)
+    (16, 32, 64, 128, 256, 512)
+    >>> offered("NUM_STAGES", 1)
+    (1, 2, 3, 4)
+    >>> offered("TOKEN_TILE", 48)
+    (16, 32, 48, 64, 80, 96)
+    >>> offered("LOG2_E", 1.44269504)
+    (1.44269504,)
+    """
+    words = _VOCABULARY.get(name.rpartition("_")[2])
+    if words is not None and type(value) is type(words[0]):
+        return words if value in words else tuple(sorted((*words, value)))  # type: ignore[type-var]
+    if isinstance(value, bool):
+        return (False, True)
+    if not isinstance(value, int) or value < 1:
+        return (value,)
+    if value < 16:
+        return tuple(range(1, max(4, 2 * value) + 1))
+    if value & (value - 1) == 0:
+        powers = [16]
+        while powers[-1] < 4 * value:
+            powers.append(2 * powers[-1])
+        return tuple(power for power in powers if power >= value // 8)
+    unit = next((unit for unit in (32, 16) if value % unit == 0), None)
+    return tuple(range(unit, 2 * value + 1, unit)) if unit else (value,)
+
+
+def _comment_above(lines: Sequence[str], line: int) -> str:
+    """The comment above a literal, or above the run of literals that it belongs to."""
+    row = line - 2
+    while row >= 0 and "=" in lines[row] and not lines[row].startswith(("#", " ")):
+        row -= 1
+    last = row
+    while row >= 0 and lines[row].startswith("#"):
+        row -= 1
+    return " ".join(text.lstrip("# ").rstrip() for text in lines[row + 1 : last + 1])
+
+
+def grid(offers: Mapping[str, Sequence[LiteralValue]]) -> Iterator[dict[str, LiteralValue]]:
+    """Every combination of some values, the last name varying fastest.
+
+    >>> list(grid({"A": (1, 2), "B": (3,)}))
+    [{'A': 1, 'B': 3}, {'A': 2, 'B': 3}]
+    """
+    for combination in itertools.product(*offers.values()):
+        yield dict(zip(offers, combination, strict=True))

@@ -1,0 +1,175 @@
+"""What a case must do and how fast a device could do it: FLOPs, compulsory bytes, intensity, bounds.
+
+Only useful work counts. Rows of padding are computed by most kernels, but nobody asked for them, so they are shown
+beside the work (``padded_flops``) and never as part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_lab.machine.devices import Roof
+from moe_lab.problem.contract import BLOCK_TOKEN, Case
+from moe_lab.problem.errors import ContractError
+from moe_lab.problem.layout import GroupedLayout
+
+#: Bytes of one fp16 number: every large tensor of the contract.
+_FP16 = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What must be computed and moved.
+
+    Attributes:
+        flops: operations on valid rows, a multiply-add being two.
+        weight_bytes: weights read from device memory.
+        activation_bytes: tokens and hidden read, hidden and results written.
+        padded_flops: what is computed if every row of every block is: at least ``flops``.
+    """
+
+    flops: int
+    weight_bytes: float
+    activation_bytes: int
+    padded_flops: int
+
+    def __add__(self, other: Work) -> Work:
+        """Two stages together."""
+        return Work(
+            self.flops + other.flops, self.weight_bytes + other.weight_bytes,
+            self.activation_bytes + other.activation_bytes, self.padded_flops + other.padded_flops,
+        )  # fmt: skip
+
+    @property
+    def bytes(self) -> float:
+        """All bytes that cross device memory."""
+        return self.weight_bytes + self.activation_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte; 0 if nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class CaseWork:
+    """The work of a case, stage by stage.
+
+    Attributes:
+        stage1: gate and up projections and silu(gate) * up.
+        stage2: down projection and the route weight.
+    """
+
+    stage1: Work
+    stage2: Work
+
+    @property
+    def whole(self) -> Work:
+        """Both stages."""
+        return self.stage1 + self.stage2
+
+
+def work(
+    case: Case, sizes: Sequence[int] | None = None, *, weight_passes: float = 1.0, block: int = BLOCK_TOKEN
+) -> CaseWork:
+    """Count the useful operations and compulsory bytes of a case.
+
+    Stage 1 does 4*H*I*N operations, stage 2 does 2*H*I*N. Bytes are fp16: gate, up and down weights once, tokens read,
+    hidden written and read, results written. The route weights (4 bytes a row) and the few integers are left out: less
+    than 0.01% of it. The hidden activation counts because two stages pass it through memory; a cache that kept all of
+    it would save 4% of the bytes in case 1 and 1% in the others.
+
+    Args:
+        case: sizes.
+        sizes: valid rows of each expert, E integers that sum to N. When given, experts with no row read no weight, and
+            the padding follows them; when not, every expert is read and padding is counted for balanced sizes.
+        weight_passes: how often each weight crosses device memory, at least 1; 2 is a kernel that reads the weights
+            once for each of two row blocks and finds nothing in the cache.
+        block: rows of a block, for ``padded_flops``.
+
+    Raises:
+        ContractError: for sizes that do not fit the case, or fewer than one pass.
+
+    Source:
+        definition used for every bound in this project; the guide of the contest has max(flops/peak, bytes/bandwidth).
+
+    >>> from moe_lab.problem.contract import CASES
+    >>> done = work(CASES[1]).whole
+    >>> round(done.flops / 1e9, 1), round(done.bytes / 1e9, 3)
+    (228.7, 1.704)
+    """
+    if weight_passes < 1:
+        raise ContractError(f"got weight_passes={weight_passes}, expected at least 1: each weight is needed once")
+    experts, hidden, inter, rows = case.num_experts, case.hidden, case.intermediate, case.num_tokens
+    busy = experts if sizes is None else sum(1 for size in sizes if size)
+    layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case), block=block)
+    if layout.num_experts != experts or layout.num_rows != rows:
+        raise ContractError(
+            f"got {layout.num_experts} sizes with {layout.num_rows} rows, expected {experts} sizes with {rows} rows, "
+            f"the experts and raw rows of {case.name}"
+        )
+    padded = layout.num_padded_rows
+    matrix = hidden * inter
+    stage1 = Work(
+        4 * matrix * rows, 2 * matrix * busy * _FP16 * weight_passes, rows * (hidden + inter) * _FP16,
+        4 * matrix * padded,
+    )  # fmt: skip
+    stage2 = Work(
+        2 * matrix * rows, matrix * busy * _FP16 * weight_passes, rows * (inter + hidden) * _FP16, 2 * matrix * padded
+    )
+    return CaseWork(stage1, stage2)
+
+
+def balanced(case: Case) -> tuple[int, ...]:
+    """Group sizes that differ by at most one, the larger ones first.
+
+    >>> balanced(Case("small", 3, 8, 8, 7))
+    (3, 2, 2)
+    """
+    share, rest = divmod(case.num_tokens, case.num_experts)
+    return tuple(share + (expert < rest) for expert in range(case.num_experts))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time a device could need.
+
+    Attributes:
+        arithmetic_ms: FLOPs over the peak.
+        memory_ms: bytes over the bandwidth.
+    """
+
+    arithmetic_ms: float
+    memory_ms: float
+
+    @property
+    def time_ms(self) -> float:
+        """The larger of the two: both are done at once at best."""
+        return max(self.arithmetic_ms, self.memory_ms)
+
+    @property
+    def side(self) -> Literal["arithmetic", "memory"]:
+        """Which of the two binds."""
+        return "arithmetic" if self.arithmetic_ms > self.memory_ms else "memory"
+
+
+def bound(done: Work, roof: Roof) -> Bound:
+    """Least time for some work under a roof.
+
+    >>> from moe_lab.problem.contract import CASES
+    >>> whole = work(CASES[1]).whole
+    >>> round(bound(whole, Roof("H200", 706, 4.3, "measured")).time_ms, 3)
+    0.396
+    """
+    return Bound(done.flops / (roof.peak_tflops * 1e9), done.bytes / (roof.bandwidth_tbps * 1e9))
+
+
+def attainable_tflops(intensity: float, roof: Roof) -> float:
+    """The roofline itself: min(peak, intensity * bandwidth), in TFLOP/s.
+
+    >>> attainable_tflops(100, Roof("H200", 706, 4.3, "measured"))
+    430.0
+    """
+    return min(roof.peak_tflops, intensity * roof.bandwidth_tbps)

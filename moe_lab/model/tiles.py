@@ -1,0 +1,659 @@
+"""What a tile costs and whether a device can pay: shared memory, registers, threads, waves, reads of the weights.
+
+Shared memory is predicted as TileLang lays it out: a buffer that a pipelined loop fills from device memory exists
+once per stage, and buffers whose lifetimes do not meet share their bytes. The prediction equals what TileLang lowers
+for sm_80, byte for byte, over the shapes that the tests try; on a Hopper alignment and barriers come on top. Registers
+are a lower bound: fragments spread evenly over the threads, with nothing for indices and copies in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moe_lab.machine.devices import Device
+from moe_lab.model.anatomy import Branch, Buffer, Launch, Loop, Node, Op, Unknown, product, walk
+from moe_lab.model.interpreter import launches
+from moe_lab.model.roofline import balanced, work
+from moe_lab.problem.contract import Case
+from moe_lab.problem.errors import DataError, SubmissionError
+from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.submission import Submission
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Every buffer starts at a multiple of it, and so does what follows the last one (TileLang for sm_80).
+_ALIGN_BYTES = 16
+#: Bytes of a 32-bit register.
+_REGISTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One buffer of shared memory with its place.
+
+    Attributes:
+        name: variable in the source.
+        size_bytes: all copies together.
+        copies: 1, or the stages of the pipeline that fills it.
+        offset_bytes: where it starts; buffers that never live at once may overlap.
+        line: where it is allocated.
+    """
+
+    name: str
+    size_bytes: int
+    copies: int
+    offset_bytes: int
+    line: int
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one launch asks for.
+
+    Attributes:
+        stage: number of the launch, from 1, in the order of the calls.
+        line: where it is in the source.
+        grid: blocks along each axis.
+        threads: threads of a block.
+        shared: buffers of shared memory, in the order of their places.
+        shared_bytes: shared memory of a block; None if it cannot be predicted, see ``unknown``.
+        accumulator_registers: 32-bit registers of a thread that hold results of T.gemm.
+        fragment_registers: fragments and arrays of a thread alive at once: a lower bound of its registers.
+        flops: operations of all T.gemm in all blocks, rows of padding included.
+        reads_bytes: bytes read from each tensor in device memory by all blocks; at most, if a condition skips some.
+        unknown: what could not be evaluated, with its line and expression.
+        conditional: whether only run time knows which blocks multiply, so that ``flops`` and ``reads_bytes`` are upper
+            limits.
+    """
+
+    stage: int
+    line: int
+    grid: tuple[int | None, ...]
+    threads: int | None
+    shared: tuple[Placed, ...]
+    shared_bytes: int | None
+    accumulator_registers: int | None
+    fragment_registers: int | None
+    flops: int | None
+    reads_bytes: dict[str, int | None] = field(hash=False)
+    unknown: tuple[str, ...] = ()
+    conditional: bool = False
+
+    @property
+    def blocks(self) -> int | None:
+        """Blocks of the launch."""
+        if any(extent is None for extent in self.grid):
+            return None
+        return math.prod(extent for extent in self.grid if extent is not None)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a submission asks for, for one case.
+
+    Attributes:
+        submission: with the literals.
+        case: sizes.
+        layout: group sizes.
+        kernels: one entry a launch.
+    """
+
+    submission: Submission
+    case: Case
+    layout: GroupedLayout
+    kernels: tuple[KernelResources, ...]
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Everything that could not be evaluated, each once."""
+        return tuple(dict.fromkeys(text for kernel in self.kernels for text in kernel.unknown))
+
+    @property
+    def work_ratio(self) -> float | None:
+        """Operations done over operations needed: what padding rows cost; 1 is none."""
+        done = [kernel.flops for kernel in self.kernels]
+        needed = work(self.case, self.layout.sizes).whole.flops
+        if not needed or any(value is None for value in done):
+            return None
+        return sum(value for value in done if value is not None) / needed
+
+    def weight_passes(self) -> dict[str, float | None]:
+        """How often each weight is read, on average over its elements; what the caches catch counts too.
+
+        Experts with no row are not read, so they are left out of the size.
+        """
+        busy = sum(1 for size in self.layout.sizes if size)
+        size_bytes = 2 * busy * self.case.hidden * self.case.intermediate
+        passes: dict[str, float | None] = {}
+        for name in ("gate_w", "up_w", "down_w"):
+            found = [kernel.reads_bytes[name] for kernel in self.kernels if name in kernel.reads_bytes]
+            known = [value for value in found if value is not None]
+            passes[name] = sum(known) / size_bytes if found and len(known) == len(found) and size_bytes else None
+        return passes
+
+
+def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = None) -> Resources:
+    """Predict what every launch of a submission asks for.
+
+    Args:
+        submission: with the literals wanted.
+        case: sizes.
+        sizes: valid rows of each expert; equal groups by default. The grid and the reads follow from them.
+
+    Raises:
+        SubmissionError: if the file cannot be parsed or followed, or launches nothing.
+        ContractError: for sizes that do not fit the case.
+    """
+    layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case))
+    work(case, layout.sizes)  # refuses sizes that do not fit
+    found = launches(submission, case, layout)
+    if not found:
+        raise SubmissionError(
+            f"got no T.Kernel in what {submission.name} calls from run_kernel, expected at least one, usually because "
+            "the kernel is chosen by a value that only run time knows"
+        )
+    kernels = tuple(_describe(stage, launch) for stage, launch in enumerate(found, start=1))
+    return Resources(submission, case, layout, kernels)
+
+
+def _describe(stage: int, launch: Launch) -> KernelResources:
+    unknown: list[str] = []
+
+    def known(value: Any, what: str) -> int | None:
+        if isinstance(value, Unknown):
+            unknown.append(f"{what} of the launch at line {launch.line}: {value.reason}")
+            return None
+        return int(value)
+
+    grid = tuple(known(extent, "the grid") for extent in launch.grid)
+    threads = known(launch.threads, "the threads")
+    placed, shared = _place(launch)
+    shared_bytes = known(shared, "the shared memory")
+    results = {id(op.writes[0]) for op in walk(launch.body) if op.kind == "gemm" and op.writes}
+    sizes: dict[int, int] = {}
+    whole = threads is not None
+    for buffer in launch.buffers:
+        if not buffer.scope.startswith("shared"):
+            size = known(buffer.size_bytes, f"the size of {buffer.name}")
+            whole = whole and size is not None
+            # A local array is each thread's own; a fragment is spread over the threads of the block.
+            each = (size or 0) if buffer.scope == "local" else -(-(size or 0) // (threads or 1))
+            sizes[id(buffer)] = -(-each // _REGISTER_BYTES)
+    fragments = _peak(launch.body, sizes)
+    accumulators = _peak(launch.body, {key: size for key, size in sizes.items() if key in results})
+    blocks = product(launch.grid)
+    flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
+    names = dict.fromkeys(name for op in walk(launch.body) for name in op.moved)
+    reads: dict[str, int | None] = {}
+    for name in names:
+        count = _times(blocks, _total(launch.body, lambda op, name=name: op.moved.get(name, 0)))
+        reads[name] = known(_times(count, _WIDTHS.get(name, 2)), f"what is read of {name}")
+    return KernelResources(
+        stage, launch.line, grid, threads, placed, shared_bytes, accumulators if whole else None,
+        fragments if whole else None, flops, reads, tuple(dict.fromkeys(unknown)), _conditional(launch.body),
+    )  # fmt: skip
+
+
+def _conditional(nodes: Sequence[Node]) -> bool:
+    """Whether a T.gemm stands inside an ``if`` of the device."""
+    for node in nodes:
+        if isinstance(node, Branch) and any(op.kind == "gemm" for op in walk([node])):
+            return True
+        if isinstance(node, Loop) and _conditional(node.body):
+            return True
+    return False
+
+
+#: Bytes of an element of the arguments that are not fp16.
+_WIDTHS = {
+    "routed_expert_weights": 4, "group_sizes": 4, "group_offsets": 4, "group_padded_offsets": 4, "group_idx_for_bx": 4,
+}  # fmt: skip
+
+
+def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
+    """The most that is alive at once: what a level allocates, from first to last use, and what is inside it."""
+    own = {id(node.allocates): sizes[id(node.allocates)] for node in nodes
+           if isinstance(node, Op) and id(node.allocates) in sizes}  # fmt: skip
+    users = [{id(buffer) for op in walk([node]) for buffer in op.buffers} & own.keys() for node in nodes]
+    spans = {
+        key: (min(places), max(places))
+        for key in own
+        if (places := [place for place, found in enumerate(users) if key in found])
+    }
+    most = 0
+    for place, node in enumerate(nodes):
+        inside = 0
+        if not isinstance(node, Op):
+            inside = max(_peak(node.body, sizes), _peak(node.orelse, sizes) if isinstance(node, Branch) else 0)
+        most = max(most, inside + sum(own[key] for key, (first, last) in spans.items() if first <= place <= last))
+    return most
+
+
+def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
+    # Nothing times an unknown is still nothing: a loop of unknown length that moves no weight hides none.
+    return 0 if left == 0 or right == 0 else product((left, right))
+
+
+def _total(nodes: Sequence[Node], count: Any) -> int | Unknown:
+    """Sum over a block's statements, loops multiplied out; of two branches the larger."""
+    total: int | Unknown = 0
+    for node in nodes:
+        part: int | Unknown
+        if isinstance(node, Op):
+            part = count(node)
+        elif isinstance(node, Loop):
+            part = _times(node.trips, _total(node.body, count))
+        else:
+            either = (_total(node.body, count), _total(node.orelse, count))
+            part = next((way for way in either if isinstance(way, Unknown)), None) or max(
+                way for way in either if not isinstance(way, Unknown)
+            )
+        if isinstance(part, Unknown):
+            return part
+        assert not isinstance(total, Unknown)
+        total += part
+    return total
+
+
+# ---- shared memory, as TileLang lays it out --------------------------------------------------------------------
+
+
+@dataclass
+class _Life:
+    buffer: Buffer
+    copies: int
+    size: int
+    start: int
+    end: int
+
+
+def _place(launch: Launch) -> tuple[tuple[Placed, ...], int | Unknown]:
+    """Places of all shared buffers and the bytes they need together."""
+    buffers = [buffer for buffer in launch.buffers if buffer.scope.startswith("shared")]
+    copies: dict[int, int | Unknown] = {}
+    _count_copies(launch.body, copies)
+    users_of = [[buffer for op in walk([node]) for buffer in op.buffers] for node in _statements(launch.body)]
+    lives: list[_Life] = []
+    for buffer in buffers:
+        touched = [i for i, users in enumerate(users_of) if any(buffer is user for user in users)]
+        if not touched:
+            continue  # TileLang drops what nothing uses
+        number = copies.get(id(buffer), 1)
+        size = product((buffer.size_bytes, number))
+        if isinstance(size, Unknown) or isinstance(number, Unknown):
+            return (), size
+        lives.append(_Life(buffer, number, size, touched[0], touched[-1] + 1))
+    unmodelled = _unmodelled(launch) or _shared_outside_its_pipeline(launch.body, copies)
+    if unmodelled:
+        return (), Unknown(unmodelled)
+    # Static and dynamic shared memory are two areas of the same store.
+    areas = [[life for life in lives if life.buffer.scope == scope] for scope in ("shared.dyn", "shared")]
+    share = not launch.pass_configs.get("tl_disable_shared_memory_reuse", False)
+    placed: list[Placed] = []
+    total = 0
+    for area in areas:
+        offsets, top = _pack(area, share)
+        for life, offset in zip(area, offsets, strict=True):
+            placed.append(Placed(life.buffer.name, life.size, life.copies, total + offset, life.buffer.line))
+        total += -(-top // _ALIGN_BYTES) * _ALIGN_BYTES
+    return tuple(sorted(placed, key=lambda item: (item.offset_bytes, item.line))), total
+
+
+def _unmodelled(launch: Launch) -> str:
+    """Why the shared memory of a launch cannot be predicted; empty if it can."""
+    if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
+        return "the pass config for aggressive merging of shared memory is not modelled"
+
+    def loops(nodes: Sequence[Node]) -> str:
+        for node in nodes:
+            if isinstance(node, Loop):
+                # A pipeline of an order of its own, or an unrolled loop, changes copies and lifetimes.
+                inner = node.unmodelled if any(op.buffers for op in walk(node.body)) else ""
+                inner = inner or loops(node.body)
+            else:
+                inner = loops([*node.body, *node.orelse]) if isinstance(node, Branch) else ""
+            if inner:
+                return inner
+        return ""
+
+    for op in walk(launch.body):
+        if op.kind == "reduce":
+            return f"line {op.line}: T.reduce takes shared memory of its own, which is not modelled"
+    return loops(launch.body)
+
+
+def _count_copies(nodes: Sequence[Node], copies: dict[int, int | Unknown]) -> None:
+    """Number of copies of each buffer that a pipelined loop fills from device memory."""
+    for node in nodes:
+        if isinstance(node, Branch):
+            _count_copies(node.body, copies)
+            _count_copies(node.orelse, copies)
+        elif isinstance(node, Loop):
+            _count_copies(node.body, copies)
+            stages = node.num_stages
+            if stages is None or (isinstance(stages, int) and stages < 2):
+                continue
+            for statement in _statements(node.body):
+                ops = list(walk([statement]))
+                if ops and all(op.pure_copy for op in ops):
+                    copies.update({id(item): stages for op in ops for item in op.writes})
+
+
+def _shared_outside_its_pipeline(nodes: Sequence[Node], copies: dict[int, int | Unknown]) -> str:
+    """TileLang refuses a buffer that a pipeline multiplies and something else touches too; empty if there is none."""
+    users: dict[int, set[int]] = {}
+    names: dict[int, Buffer] = {}
+
+    def collect(inner: Sequence[Node], pipeline: int) -> None:
+        for node in inner:
+            if isinstance(node, Op):
+                for buffer in node.buffers:
+                    users.setdefault(id(buffer), set()).add(pipeline)
+                    names[id(buffer)] = buffer
+            elif isinstance(node, Loop):
+                staged = node.num_stages is not None and node.num_stages not in (0, 1)
+                collect(node.body, node.line if staged else pipeline)
+            else:
+                collect([*node.body, *node.orelse], pipeline)
+
+    collect(nodes, 0)
+    for key, where in users.items():
+        if copies.get(key, 1) != 1 and len(where) > 1:
+            lines = " and ".join(f"line {line}" if line else "outside it" for line in sorted(where, reverse=True))
+            return (
+                f"{names[key].name} is multiplied by the pipeline of one loop and used in another ({lines}), which "
+                "TileLang refuses"
+            )
+    return ""
+
+
+def _statements(nodes: Sequence[Node]) -> list[Node]:
+    """The statements whose order decides lifetimes.
+
+    TileLang gives an ``if`` without ``else`` to each statement inside it, and a loop of one trip vanishes; both are
+    as good as not there. Any other loop or branch counts as one statement.
+    """
+    flat: list[Node] = []
+    for node in nodes:
+        transparent = (
+            not node.orelse if isinstance(node, Branch)
+            else isinstance(node, Loop) and node.num_stages is None and node.trips == 1
+        )  # fmt: skip
+        flat += _statements(node.body) if transparent and not isinstance(node, Op) else [node]
+    return flat
+
+
+def _pack(lives: Sequence[_Life], share: bool) -> tuple[list[int], int]:
+    """Offsets of buffers and the top of the area: linear scan, best fit into what died, as TileLang's merge pass."""
+    order = sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].buffer.name))
+    offsets = [0] * len(lives)
+    active: list[tuple[int, int, int]] = []  # end, offset, size
+    free: list[tuple[int, int]] = []  # offset, size; sorted, never touching
+    top = 0
+    for index in order:
+        life = lives[index]
+        while share and active and active[0][0] <= life.start:
+            _, offset, size = heapq.heappop(active)
+            free = _merged([*free, (offset, size)])
+        fits = [
+            (size - life.size, offset, size) for offset, size in free if _aligned(offset) + life.size <= offset + size
+        ]
+        tail = free[-1] if free and sum(free[-1]) == top and _aligned(free[-1][0]) < top else None
+        if fits:
+            _, hole, size = min(fits, key=lambda fit: fit[0])
+            offset = _aligned(hole)
+            rest = [(hole, offset - hole), (offset + life.size, hole + size - offset - life.size)]
+            free = _merged([*(part for part in free if part != (hole, size)), *(part for part in rest if part[1])])
+        elif tail is not None:
+            offset = _aligned(tail[0])
+            free = _merged([*free[:-1], *([(tail[0], offset - tail[0])] if offset > tail[0] else [])])
+            top = offset + life.size
+        else:
+            offset = _aligned(top)
+            free = _merged([*free, *([(top, offset - top)] if offset > top else [])])
+            top = offset + life.size
+        heapq.heappush(active, (life.end, offset, life.size))
+        offsets[index] = offset
+    return offsets, top
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _merged(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Free parts in order, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for offset, size in sorted(parts):
+        if joined and sum(joined[-1]) >= offset:
+            joined[-1] = (joined[-1][0], max(sum(joined[-1]), offset + size) - joined[-1][0])
+        else:
+            joined.append((offset, size))
+    return joined
+
+
+# ---- against a device ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """One launch on one device.
+
+    Attributes:
+        kernel: what it asks for.
+        reasons: why it does not fit, one sentence each; empty if it does.
+        waves_of_threads: waves (warps) of a block; None if the threads are unknown.
+        blocks_per_processor: blocks that one processor can hold at once, at most; 0 if it does not fit; None if
+            something is unknown.
+        limited_by: what keeps it from holding one more.
+        grid_waves: rounds that the grid takes, as a fraction: 4.2 takes as long as 5.
+    """
+
+    kernel: KernelResources
+    reasons: tuple[str, ...]
+    waves_of_threads: int | None
+    blocks_per_processor: int | None
+    limited_by: str
+    grid_waves: float | None
+
+    @property
+    def wave_efficiency(self) -> float | None:
+        """Share of the processors' rounds that holds a block: 4.2 waves in 5 rounds are 0.84."""
+        return self.grid_waves / math.ceil(self.grid_waves) if self.grid_waves else None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A submission on one device.
+
+    Attributes:
+        device: where.
+        kernels: one entry a launch.
+    """
+
+    device: Device
+    kernels: tuple[KernelFit, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every launch fits; None if none fails but something is unknown."""
+        if any(kernel.reasons for kernel in self.kernels):
+            return False
+        return None if any(kernel.blocks_per_processor is None for kernel in self.kernels) else True
+
+
+def fit(found: Resources, device: Device) -> Fit:
+    """Hold what a submission asks for against what a device has.
+
+    Args:
+        found: from :func:`resources`.
+        device: a GPU.
+
+    Raises:
+        DataError: for a CPU, which has no such limits.
+    """
+    if device.kind != "gpu":
+        raise DataError(f"got {device.title}, expected a GPU, because a CPU has no such limits")
+    return Fit(device, tuple(_fit_kernel(kernel, device) for kernel in found.kernels))
+
+
+def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
+    where, stage = device.title, f"stage {kernel.stage}"
+    shared, threads, registers = kernel.shared_bytes, kernel.threads, kernel.fragment_registers
+    reasons = []
+    if shared is not None and shared > device.shared_per_block_bytes:
+        reasons.append(
+            f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {device.shared_per_block_bytes}"
+        )
+    if registers is not None and registers > device.registers_per_thread:
+        reasons.append(
+            f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
+            f"{device.registers_per_thread}: the rest goes to memory"
+        )
+    most = device.most_threads_per_block
+    if threads is not None and threads > most:
+        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
+    if threads is not None and threads % device.lanes:
+        reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {device.lanes} lanes")
+    waves = None if threads is None else -(-threads // device.lanes)
+    limits: dict[str, int] = {}
+    if waves:
+        limits["threads"] = device.threads_per_processor // (waves * device.lanes)
+    if shared:
+        each = shared + device.shared_reserved_per_block_bytes
+        limits["shared memory"] = device.shared_per_processor_bytes // each
+    if registers and waves:
+        limits["registers"] = device.registers_per_processor // (registers * waves * device.lanes)
+    unknown = shared is None or threads is None or registers is None
+    resident = 0 if reasons else None if unknown else min(limits.values())
+    limited_by = min(limits, key=lambda key: limits[key]) if limits and not reasons else ""
+    grid_waves = kernel.blocks / (resident * device.processors) if resident and kernel.blocks else None
+    return KernelFit(kernel, tuple(reasons), waves, resident, limited_by, grid_waves)
+
+
+def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
+    """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
+    return {
+        "submission": found.submission.name,
+        "source_hash": found.submission.source_hash,
+        "case": {
+            "name": found.case.name, "num_experts": found.case.num_experts, "hidden": found.case.hidden,
+            "intermediate": found.case.intermediate, "num_tokens": found.case.num_tokens,
+        },
+        "group_sizes": list(found.layout.sizes),
+        "padding_waste": found.layout.waste,
+        "work_ratio": found.work_ratio,
+        "weight_passes": found.weight_passes(),
+        "kernels": [asdict(kernel) for kernel in found.kernels],
+        "devices": [
+            {
+                "device": item.device.name,
+                "fits": item.fits,
+                "kernels": [
+                    {
+                        "stage": part.kernel.stage, "reasons": list(part.reasons),
+                        "waves_of_threads": part.waves_of_threads, "blocks_per_processor": part.blocks_per_processor,
+                        "limited_by": part.limited_by, "grid_waves": part.grid_waves,
+                        "wave_efficiency": part.wave_efficiency,
+                    }
+                    for part in item.kernels
+                ],
+            }
+            for item in fits
+        ],
+        "unknown": list(found.unknown),
+    }  # fmt: skip
+
+
+def lowered_figures(submission: Submission, case: Case, device: Device) -> list[dict[str, Any]]:
+    """What TileLang's own lowering says, in a child process that runs the submission's host code.
+
+    For a card with 64 lanes sm_80 gives the shared memory and gfx90a, a stand-in and not that card, the layout
+    inference for 64 lanes; for a Hopper its own target gives both.
+
+    Returns:
+        One entry a target: "target", "stand_in" (whether the target is another card's), "error" (None or TileLang's
+        reason) and "kernels", each with name, shared_bytes, threads and grid.
+    """
+    from moe_lab.model.lowering import Lowering, lower_many
+
+    targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
+    targets += ["gfx90a"] if device.lanes == 64 else []
+    figures = []
+    answers = lower_many([Lowering(submission, case, target) for target in targets])
+    for target, answer in zip(targets, answers, strict=True):
+        failed = not isinstance(answer, list)
+        kernels = [
+            {"name": item.name, "shared_bytes": item.shared_bytes, "threads": item.threads, "grid": list(item.grid)}
+            for item in (answer if isinstance(answer, list) else ())
+        ]
+        figures.append(
+            {
+                "target": target, "stand_in": target != device.architecture, "error": str(answer) if failed else None,
+                "kernels": kernels,
+            }
+        )  # fmt: skip
+    return figures
+
+
+def print_fit(
+    console: Console, found: Resources, chosen: Fit, others: Sequence[Fit], lowered: Sequence[dict[str, Any]]
+) -> None:
+    """Print a fit for people: needs against limits, why not, what it costs, other devices in a line each.
+
+    Args:
+        console: a rich console.
+        found: from :func:`resources`.
+        chosen: the device asked for.
+        others: more devices.
+        lowered: from :func:`lowered_figures`, empty if it was not asked for.
+    """
+    from rich.table import Table
+
+    device, layout = chosen.device, found.layout
+    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[chosen.fits]
+    console.print(f"{found.submission.name} on {device.title}, {found.case.name}: [bold]{verdict}[/bold]")
+    table = Table("", *(f"stage {kernel.stage}" for kernel in found.kernels), "limit")
+    kernels, parts = found.kernels, chosen.kernels
+    table.add_row("shared memory, bytes", *(_text(k.shared_bytes) for k in kernels), str(device.shared_per_block_bytes))
+    table.add_row("accumulators, registers a thread", *(_text(k.accumulator_registers) for k in kernels), "")
+    limit = str(device.registers_per_thread)
+    table.add_row("all fragments, registers a thread", *(f">= {_text(k.fragment_registers)}" for k in kernels), limit)
+    table.add_row("threads a block", *(_text(k.threads) for k in kernels), str(device.most_threads_per_block))
+    table.add_row(f"waves of {device.lanes} lanes a block", *(_text(p.waves_of_threads) for p in parts), "")
+    resident = (f"{_text(p.blocks_per_processor)} ({p.limited_by})" if p.limited_by else "0" for p in parts)
+    table.add_row("blocks a processor at most", *resident, "")
+    grids = (" x ".join(_text(extent) for extent in k.grid) for k in kernels)
+    table.add_row("grid", *grids, f"{device.processors} processors")
+    rounds = (f"{p.grid_waves:.2f} ({p.wave_efficiency:.0%} full)" if p.grid_waves else "-" for p in parts)
+    table.add_row("rounds of the grid", *rounds, "")
+    console.print(table)
+    for part in parts:
+        for reason in part.reasons:
+            console.print(f"- {reason}")
+    passes = ", ".join(f"{name} {_text(value)}" for name, value in found.weight_passes().items())
+    console.print(f"reads of each weight: {passes} (1 is the least; what the caches catch counts too)")
+    ratio = f"{found.work_ratio:.2f}" if found.work_ratio else "an unknown number of"
+    console.print(f"arithmetic: {ratio} times what is needed; {layout.waste:.0%} of the padded rows are padding")
+    if device.architecture == "sm_90a":
+        console.print("predicted as for sm_80: a Hopper's alignment and barriers add about 1 KiB, --lower tells")
+    for text in found.unknown:
+        console.print(f"- cannot evaluate {text}", markup=False)
+    if found.unknown and not lowered:
+        console.print("  `moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code")
+    for figure in lowered:
+        label = f"lowered for {figure['target']}" + (f", a stand-in for {device.title}" if figure["stand_in"] else "")
+        parts_text = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
+        console.print(f"{label}: {figure['error'] or '; '.join(parts_text)}", markup=False)
+    if others:
+        words = {True: "fits", False: "no", None: "?"}
+        console.print("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
+
+
+def _text(value: float | None, unknown: str = "?") -> str:
+    return unknown if value is None else f"{value:g}" if isinstance(value, float) else str(value)

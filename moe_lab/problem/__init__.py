@@ -1,0 +1,1 @@
+"""What is asked: the contract, the grouped-padding layout, inputs, routings, the truth, and what a submission is."""

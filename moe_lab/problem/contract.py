@@ -1,0 +1,197 @@
+"""The contract: what ``run_kernel`` is given, what it must write, and what its sources leave open.
+
+Nothing here needs torch. Shapes are written with E experts, H hidden, I intermediate, N raw (valid) rows and
+P padded rows; see ``data/README.md`` for where each fact comes from.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+from moe_lab.problem.errors import ContractError, DataError
+
+PaddingRule = Literal["ceil", "plus_one"]
+OffsetsLength = Literal["E+1", "E"]
+FloatDtype = Literal["float32", "float16"]
+BlockMap = Literal["exact", "surplus"]
+Storage = Literal["padded", "compact"]
+OutFill = Literal["zeros", "nan", "stale"]
+
+#: Rows of one token block: every group starts at a multiple of it.
+BLOCK_TOKEN = 128
+#: Absolute and relative tolerance read off a judge message (facts: contestants' logs; the statement gives none).
+JUDGE_TOLERANCE = 0.05
+#: The name and the ten parameters that a submission must have, in order.
+ENTRY_POINT = "run_kernel"
+#: The four names that an exported file keeps, so that everybody knows where to change what.
+TEMPLATE_NAMES = ("_moe_forward_kernel", "_get_kernel", "_get_workspace", "run_kernel")
+
+
+def data_dir() -> Path:
+    """The folder ``data/`` of this checkout.
+
+    Raises:
+        DataError: if the package was installed without its checkout.
+    """
+    path = Path(__file__).resolve().parents[2] / "data"
+    if not path.is_dir():
+        raise DataError(
+            f"got no folder {path}, expected the data/ folder of the checkout, usually because moe_lab was installed "
+            "without -e: run `pip install -e .` inside the clone"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of ``run_kernel``.
+
+    Attributes:
+        name: parameter name.
+        shape: symbolic shape over E, H, I, N, P and P/128.
+        dtype: torch dtype name under the judge profile.
+        index_space: what a row number means: "padded", "raw", "expert" or "block".
+        meaning: one line for people.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: str
+    index_space: Literal["padded", "raw", "expert", "block"]
+    meaning: str
+
+
+ARGUMENTS: tuple[Argument, ...] = (
+    Argument("stacked_expert_tokens", ("P", "H"), "float16", "padded", "token rows, grouped by expert and padded"),
+    Argument("gate_w", ("E", "I", "H"), "float16", "expert", "gate projection of each expert"),
+    Argument("up_w", ("E", "I", "H"), "float16", "expert", "up projection of each expert"),
+    Argument("down_w", ("E", "H", "I"), "float16", "expert", "down projection of each expert"),
+    Argument("routed_expert_weights", ("N",), "float32", "raw", "route weight of each valid row"),
+    Argument("group_sizes", ("E",), "int32", "expert", "valid rows of each expert"),
+    Argument("group_offsets", ("E+1",), "int32", "expert", "first raw row of each expert"),
+    Argument("group_padded_offsets", ("E+1",), "int32", "expert", "first padded row of each expert"),
+    Argument("group_idx_for_bx", ("P/128",), "int32", "block", "expert of each block of 128 padded rows"),
+    Argument("out", ("P", "H"), "float16", "padded", "result, written in place; padding rows end as 0"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem size.
+
+    Attributes:
+        name: "case 1" to "case 3" for the contest's, anything for a small one.
+        num_experts: E, at least 1.
+        hidden: H, at least 1.
+        intermediate: I, at least 1.
+        num_tokens: N, raw rows after routing (tokens times top-k), at least 0.
+        warmup, iterations: timed calls of the contest for this case.
+    """
+
+    name: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    num_tokens: int
+    warmup: int = 5
+    iterations: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no kernel could be given."""
+        for field, least in (("num_experts", 1), ("hidden", 1), ("intermediate", 1), ("num_tokens", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ContractError(
+                    f"case {self.name!r}: got {field}={value!r}, expected an integer of at least {least}"
+                )
+
+
+@functools.cache
+def _contest_cases() -> tuple[Case, ...]:
+    path = data_dir() / "cases.csv"
+    cases = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                sizes = {
+                    key: int(row[key])
+                    for key in ("num_experts", "hidden", "intermediate", "num_tokens", "warmup", "iterations")
+                }
+                cases.append(Case(name=f"case {int(row['case'])}", **sizes))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{path.name}, line {line}: got {row!r}, expected integers in every column ({error})"
+                ) from None
+    return tuple(cases)
+
+
+class _Cases(Mapping[int, Case]):
+    """The contest's cases by number, read from ``data/cases.csv`` when first used."""
+
+    def __getitem__(self, number: int) -> Case:
+        cases = _contest_cases()
+        if not isinstance(number, int) or not 1 <= number <= len(cases):
+            raise KeyError(f"got case {number!r}, expected 1 to {len(cases)}")
+        return cases[number - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, len(self) + 1))
+
+    def __len__(self) -> int:
+        return len(_contest_cases())
+
+
+#: The contest's cases: ``CASES[1]`` to ``CASES[3]``.
+CASES: Mapping[int, Case] = _Cases()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One reading of the open questions of the contract. The defaults are the judge profile.
+
+    Attributes:
+        padding_rule: "ceil" gives ceil(n/128) blocks to a group of n rows, "plus_one" gives ceil((n+1)/128), so an
+            exact multiple (and an empty expert) gets one more block of padding.
+        offsets_length: entries of both offset arrays; "E" leaves the last one, the total, out.
+        route_weight_dtype: "float32" is what accepted files take, "float16" is what the problem page says.
+        block_map: "exact" has P/128 entries; "surplus" has ceil(N/128) + E, the last ones naming the last expert.
+        storage: "padded" stores P token and out rows; "compact" stores the N valid rows only.
+        out_fill: what ``out`` holds when the kernel is called; "stale" is an older answer.
+        workspace_fill: what freshly allocated workspace memory holds; garbage is NaN bit patterns.
+    """
+
+    padding_rule: PaddingRule = "ceil"
+    offsets_length: OffsetsLength = "E+1"
+    route_weight_dtype: FloatDtype = "float32"
+    block_map: BlockMap = "exact"
+    storage: Storage = "padded"
+    out_fill: OutFill = "zeros"
+    workspace_fill: Literal["untouched", "garbage"] = "untouched"
+
+    def __post_init__(self) -> None:
+        """Refuse a value that is none of the known readings."""
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, allowed = getattr(self, field.name), get_args(hints[field.name])
+            if value not in allowed:
+                raise ContractError(f"got {field.name}={value!r}, expected one of {', '.join(map(repr, allowed))}")
+
+
+JUDGE_PROFILE = Variant()
+
+#: Every variant that the local judge reports on beside its verdict, by name.
+VARIANTS: dict[str, Variant] = {
+    "padding rule ceil((n+1)/128)": Variant(padding_rule="plus_one"),
+    "offsets of length E": Variant(offsets_length="E"),
+    "route weights in fp16": Variant(route_weight_dtype="float16"),
+    "surplus block map": Variant(block_map="surplus"),
+    "compact storage": Variant(storage="compact"),
+    "out arrives as NaN": Variant(out_fill="nan"),
+    "out holds an older answer": Variant(out_fill="stale"),
+    "workspace arrives as garbage": Variant(workspace_fill="garbage"),
+}

@@ -1,0 +1,122 @@
+"""Readable torch references: the naive layer two ways, and the truth that the fused part is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moe_lab.problem.errors import ContractError
+from moe_lab.problem.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of all experts.
+
+    Attributes:
+        gate_w, up_w: (E, I, H).
+        down_w: (E, H, I).
+    """
+
+    gate_w: torch.Tensor
+    up_w: torch.Tensor
+    down_w: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.gate_w.shape[0]
+
+
+def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax router with top-k renormalised weights.
+
+    Args:
+        tokens: (T, H).
+        router_w: (E, H).
+        top_k: K, 1 to E.
+
+    Returns:
+        ``choices`` (T, K) int64 and ``weights`` (T, K) fp32 that sum to 1 for each token.
+
+    Raises:
+        ContractError: for a top_k outside 1 to E.
+    """
+    num_experts = router_w.shape[0]
+    if not 1 <= top_k <= num_experts:
+        raise ContractError(f"got top_k={top_k}, expected 1 to {num_experts}, the number of experts")
+    probabilities = torch.softmax(tokens.float() @ router_w.float().T, dim=-1)
+    weights, choices = probabilities.topk(top_k, dim=-1)
+    return choices, weights / weights.sum(dim=-1, keepdim=True)
+
+
+def expert_ffn(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> torch.Tensor:
+    """One expert: ``(silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T`` for x (rows, H), in the dtype of the arguments."""
+    return (F.silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T
+
+
+def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """The definition, token by token.
+
+    Args:
+        tokens: (T, H).
+        choices: (T, K).
+        weights: (T, K).
+        experts: all weights.
+
+    Returns:
+        (T, H) fp32.
+    """
+    out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    for token in range(tokens.shape[0]):
+        for choice, weight in zip(choices[token].tolist(), weights[token].float(), strict=True):
+            x = tokens[token : token + 1].float()
+            w = (experts.gate_w[choice], experts.up_w[choice], experts.down_w[choice])
+            out[token] += weight * expert_ffn(x, *(part.float() for part in w))[0]
+    return out
+
+
+def moe_per_expert(
+    tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts
+) -> torch.Tensor:
+    """The same sum, expert by expert: each weight is read once for all its tokens.
+
+    Args, Returns: as :func:`moe_per_token`.
+    """
+    out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    for expert in range(experts.num_experts):
+        rows, slots = torch.where(choices == expert)
+        if rows.numel():
+            w = (experts.gate_w[expert], experts.up_w[expert], experts.down_w[expert])
+            y = expert_ffn(tokens[rows].float(), *(part.float() for part in w))
+            out.index_add_(0, rows, y * weights[rows, slots, None].float())
+    return out
+
+
+def fused_truth(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What ``run_kernel`` must compute, in raw order and without rounding in between.
+
+    Args:
+        inputs: the ten tensors; ``out`` is not touched.
+        dtype: torch.float32 or torch.float64.
+
+    Returns:
+        (N, H) in ``dtype``, row i belonging to raw row i; zero rows never appear, padding is not part of it.
+
+    Source:
+        the problem statement's reference: fp32 from fp16 inputs, hidden not rounded to fp16.
+    """
+    layout = inputs.layout
+    out = torch.empty(layout.num_rows, inputs.case.hidden, dtype=dtype, device=inputs.out.device)
+    rows = inputs.valid_rows
+    for expert, size in enumerate(layout.sizes):
+        start = layout.offsets[expert]
+        if size:
+            span = slice(start, start + size)
+            x = inputs.stacked_expert_tokens[rows[span]].to(dtype)
+            w = (inputs.gate_w[expert], inputs.up_w[expert], inputs.down_w[expert])
+            y = expert_ffn(x, *(part.to(dtype) for part in w))
+            out[span] = y * inputs.routed_expert_weights[span, None].to(dtype)
+    return out

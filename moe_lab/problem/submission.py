@@ -1,0 +1,269 @@
+"""A submission: source text plus the literals at its top.
+
+Steps, files of strangers, notebook cells and configurations of the tile explorer are all submissions, so everything
+that judges, times or draws takes one thing. Literals are found and rewritten by their position in the text, so
+nothing else of a file ever changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import errno
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_lab.problem.contract import ENTRY_POINT
+from moe_lab.problem.errors import SubmissionError
+
+#: A submission is a page or two of text; a file beyond this was not written by hand.
+_MAX_BYTES = 1 << 20
+#: What a tile literal may be: the tile explorer offers a control for each.
+LiteralValue = bool | int | float | str | tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class Literal:
+    """One module-level constant such as ``BLOCK_K = 64``.
+
+    Attributes:
+        name: the name it is bound to.
+        value: its value.
+        line: first line, from 1.
+        start, end: byte offsets of the right side in the UTF-8 text.
+    """
+
+    name: str
+    value: LiteralValue
+    line: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One candidate for ``run_kernel``.
+
+    Attributes:
+        source: the whole text.
+        name: what people call it, usually the file's name.
+    """
+
+    source: str
+    name: str = "submission.py"
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Submission:
+        """Read a file.
+
+        Raises:
+            SubmissionError: if it is missing, no file, too large, not UTF-8, or empty.
+        """
+        path = Path(path)
+        try:
+            data = read_file(path, _MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise SubmissionError(
+                    f"got {path.stat().st_size} bytes in {path}, expected at most {_MAX_BYTES}, usually because it is "
+                    "not the file you meant"
+                )
+            text = data.decode("utf-8-sig")
+        except FileNotFoundError:
+            raise SubmissionError(f"got no file {path}, expected a Python file with {ENTRY_POINT}") from None
+        except UnicodeDecodeError as error:
+            raise SubmissionError(
+                f"got bytes that are not UTF-8 in {path} (offset {error.start}), expected Python text, usually because "
+                "the file was saved in another encoding"
+            ) from None
+        except OSError as error:
+            raise SubmissionError(f"{path} cannot be read: {error.strerror}") from None
+        if not text.strip():
+            raise SubmissionError(f"got an empty file {path}, expected Python text with {ENTRY_POINT}")
+        # A name may hold bytes that are no text, which no report could be written with.
+        return cls(text, os.fsencode(path.name).decode("utf-8", "replace"))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed module.
+
+        Raises:
+            SubmissionError: for text that is no Python, with line and column.
+        """
+        try:
+            return ast.parse(self.source, filename=self.name)
+        except SyntaxError as error:
+            # Some have no place, such as a null byte.
+            place = f", line {error.lineno}, column {error.offset}" if error.lineno else ""
+            raise SubmissionError(f"{self.name}{place}: {error.msg}") from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            why = str(error) or "it is nested too deeply"
+            raise SubmissionError(f"{self.name} cannot be parsed as Python: {why}") from None
+
+    @property
+    def source_hash(self) -> str:
+        """SHA-256 of the UTF-8 text, hexadecimal: what was really judged."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    @cached_property
+    def literals(self) -> dict[str, Literal]:
+        """Module-level constants with an upper-case name and a number, string, bool, None or tuple of such.
+
+        A name that is bound twice at module level is left out: rewriting one of them would not mean what it says.
+        """
+        lines = self.source.encode().splitlines(keepends=True)
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+        found: dict[str, Literal] = {}
+        bound: list[str] = []
+        for node in self.tree.body:
+            if not isinstance(node, ast.Assign):
+                continue
+            bound += [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            target = node.targets[0]
+            if len(node.targets) != 1 or not isinstance(target, ast.Name) or target.id != target.id.upper():
+                continue
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+            if not _is_tile_literal(value):
+                continue
+            begin, stop = node.value, node.value
+            found[target.id] = Literal(
+                target.id, value, node.lineno,
+                starts[begin.lineno - 1] + begin.col_offset,
+                starts[(stop.end_lineno or stop.lineno) - 1] + (stop.end_col_offset or 0),
+            )  # fmt: skip
+        return {name: literal for name, literal in found.items() if bound.count(name) == 1}
+
+    @property
+    def values(self) -> dict[str, LiteralValue]:
+        """Literal values by name."""
+        return {name: literal.value for name, literal in self.literals.items()}
+
+    def with_literals(self, **values: LiteralValue) -> Submission:
+        """The same text with some literals changed, and nothing else.
+
+        Raises:
+            SubmissionError: for a name that is no literal of this file or a value of another kind.
+        """
+        text = self.source.encode()
+        for literal in sorted(self.literals.values(), key=lambda item: -item.start):
+            if literal.name in values and repr(values[literal.name]) != repr(literal.value):
+                value = values[literal.name]
+                if not _is_tile_literal(value) or not _same_kind(value, literal.value):
+                    raise SubmissionError(
+                        f"got {literal.name}={value!r}, expected type {type(literal.value).__name__} as in the source "
+                        f"({literal.value!r})"
+                    )
+                text = text[: literal.start] + repr(value).encode() + text[literal.end :]
+        unknown = sorted(set(values) - set(self.literals))
+        if unknown:
+            raise SubmissionError(
+                f"got {', '.join(unknown)}, expected one of {', '.join(self.literals) or 'no literal at all'} "
+                f"({self.name}), usually because the name is computed or bound twice"
+            )
+        return Submission(text.decode(), self.name)
+
+    def diff(self, other: Submission) -> str:
+        """Unified diff from this text to the other's; empty if they are equal."""
+        lines = difflib.unified_diff(
+            self.source.splitlines(keepends=True), other.source.splitlines(keepends=True), self.name, other.name
+        )
+        return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the text; an existing file is replaced in one step or not at all.
+
+        Raises:
+            SubmissionError: if the folder does not exist or cannot be written to.
+        """
+        return write_atomic(path, self.source.encode())
+
+
+def read_file(path: Path, most_bytes: int = -1) -> bytes:
+    """Read a file that ends: a pipe may never end, and some devices never do.
+
+    Args:
+        path: of the file.
+        most_bytes: how much to read; -1 reads all.
+
+    Raises:
+        OSError: if it cannot be read, or is a device or a pipe.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, expected a file")
+    with path.open("rb") as file:
+        return file.read(most_bytes)
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write beside the target, then rename: a reader sees the old bytes or the new ones, never half.
+
+    A link stays a link. A device or a pipe, such as /dev/stdout, is written to and never replaced.
+
+    Raises:
+        SubmissionError: if the folder does not exist or cannot be written to.
+    """
+    given = path = Path(path)
+    beside = None
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            with path.open("wb") as stream:
+                stream.write(data)
+            return given
+        path = Path(os.path.realpath(path))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            beside = Path(file.name)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.chmod(path.stat().st_mode if path.exists() else 0o644)
+        beside.replace(path)
+    except OSError as error:
+        if beside is not None:
+            beside.unlink(missing_ok=True)
+        raise SubmissionError(f"{given} cannot be written: {error.strerror}; an existing file is unchanged") from None
+    return given
+
+
+def parse_values(pairs: Mapping[str, str]) -> dict[str, LiteralValue]:
+    """Turn ``{"BLOCK_K": "64"}`` of a command line into values.
+
+    Raises:
+        SubmissionError: for text that is no Python literal.
+    """
+    values: dict[str, LiteralValue] = {}
+    for name, text in pairs.items():
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise SubmissionError(
+                f"got {name}={text}, expected a Python literal such as 64, True or 'Square'"
+            ) from None
+    return values
+
+
+def _is_tile_literal(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_tile_literal(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _same_kind(value: object, other: object) -> bool:
+    if isinstance(value, bool) or isinstance(other, bool):
+        return isinstance(value, bool) and isinstance(other, bool)
+    if value is None or other is None:
+        return True
+    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
+        return isinstance(value, int) or isinstance(other, float)
+    return isinstance(value, type(other))

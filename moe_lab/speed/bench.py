@@ -1,0 +1,538 @@
+"""The benchmark: all steps and every peer that is installed, in one process, in turns, checked, recorded.
+
+The machine's roofs (a large dense matmul and a large copy) take their turns among the candidates, so they are measured
+at the same clocks. Inputs rotate and a large buffer is read between calls, so weights come from memory, as in the
+contest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moe_lab.machine import backend
+from moe_lab.machine.timing import COLD, Kind, Measurement, Timing, interleave, measurements, new_run, record
+from moe_lab.model.roofline import work
+from moe_lab.problem.contract import CASES, JUDGE_TOLERANCE, Case
+from moe_lab.problem.errors import ContractError, DataError, SubmissionError
+from moe_lab.problem.inputs import Inputs, draw_inputs, group_sizes
+from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.reference import fused_truth
+from moe_lab.problem.routings import routings
+from moe_lab.problem.submission import Submission
+from moe_lab.speed.peers import PEERS, Peer, forget_copies
+from moe_lab.steps import STEPS, Step, find
+
+#: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
+CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
+#: The routing whose rows the summary reads: each row picks its expert uniformly.
+DEFAULT_ROUTING = "multinomial-0"
+
+_MATMUL, _COPY = "dense matmul", "large copy"
+#: Longest time for one candidate's first calls: the slowest library known here tunes itself for five minutes.
+_READY_S = 600.0
+#: A GPU rests before the clock runs: after a library has tuned itself its clocks are low, and no fault of the others.
+_REST_S = 5.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing to time.
+
+    Attributes:
+        kind: "step", "peer" or "roof".
+        name: what it is called in the record.
+        source_hash: of a step.
+        calls: for each input set, the function that issues the work.
+        results: for each input set, the function that gives (N, H) in raw order of the last call; None for a roof.
+        flops, bytes: of one call.
+    """
+
+    kind: Kind
+    name: str
+    source_hash: str | None
+    calls: tuple[Callable[[], Any], ...]
+    results: tuple[Callable[[], torch.Tensor], ...] | None
+    flops: int
+    bytes: int
+
+    def issue(self, index: int) -> None:
+        """Issue the work on one input set; a roof has the same for every set."""
+        self.calls[index % len(self.calls)]()
+
+
+def run(
+    *,
+    cases: Sequence[int] | None = None,
+    routing: str = DEFAULT_ROUTING,
+    seed: int = 0,
+    steps: Sequence[str] | None = None,
+    rounds: int | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Measurement]:
+    """Time everything on this machine's device, check every output, and record it.
+
+    Args:
+        cases: contest cases; all three on a GPU by default. A CPU takes none: it runs :data:`CPU_CASE`.
+        routing: name of a recorded routing, see ``data/routings``.
+        seed: of the inputs.
+        steps: names of steps; by default all that are meant for this device.
+        rounds: timed calls of each candidate; 25 on a GPU and 5 on a CPU by default.
+        folder: where the record goes, ``data/measurements`` by default.
+        say: gets one line at a time.
+
+    Returns:
+        The recorded rows.
+
+    Raises:
+        ContractError: for a case on a CPU, or a case or a routing that does not exist.
+        SubmissionError: for an unknown step, or none at all.
+        BackendError: if this machine cannot run TileLang.
+    """
+    where = backend.prepare()
+    on_cpu = where.kind == "cpu"
+    if on_cpu and cases:
+        raise ContractError(
+            "got a contest case on a machine with no GPU, expected none: a CPU would need hours, so it runs a small "
+            "case that shows the harness and no speed worth comparing"
+        )
+    unknown = [number for number in cases or () if number not in CASES]
+    if unknown:
+        raise ContractError(f"got case {unknown[0]}, expected one of {', '.join(map(str, CASES))}")
+    chosen = _steps_for(where) if steps is None else list(dict.fromkeys(find(name) for name in steps))
+    if not chosen:
+        raise SubmissionError(f"got no step, expected one or more of {', '.join(STEPS)}")
+    problems = [CPU_CASE] if on_cpu else [CASES[number] for number in dict.fromkeys(cases or CASES)]
+    # Before anything is said, so that a wrong name is one sentence and not the end of a run.
+    drawn = {case: _sizes(case, routing) for case in problems}
+    rows: list[Measurement] = []
+    run_id, recorded_at = new_run()
+    say(f"run {run_id} on {where.name}" + (" (CPU: shows the harness, says nothing about a GPU)" if on_cpu else ""))
+    versions = " ".join(f"{name}={value.replace(' ', '_')}" for name, value in _versions().items())
+    for case, sizes in drawn.items():
+        timed = time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
+        for candidate, timing, error in timed:
+            rows.append(
+                Measurement(
+                    run=run_id, recorded_at=recorded_at, device=where.name, driver=_driver(), versions=versions,
+                    kind=candidate.kind, name=candidate.name, source_hash=candidate.source_hash, case=case.name,
+                    num_experts=case.num_experts, hidden=case.hidden, intermediate=case.intermediate,
+                    num_tokens=case.num_tokens, routing=routing, seed=seed, cache=timing.cache,
+                    rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms,
+                    high_ms=timing.high_ms, flops=candidate.flops, bytes=candidate.bytes, error=error,
+                )
+            )  # fmt: skip
+        for line in render([row for row in rows if row.case == case.name]):
+            say(line)
+        # After every case, so that a run cut short keeps what it has.
+        path = record(rows, folder)
+    say(f"recorded {len(rows)} rows in {path}")
+    return rows
+
+
+def _steps_for(where: backend.Backend) -> list[Step]:
+    hopper = where.kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    return [entry for entry in STEPS.values() if entry.branch != "hopper" or hopper]
+
+
+def _sizes(case: Case, name: str) -> tuple[int, ...]:
+    """Group sizes of a recorded routing; a case that is none of the contest's draws its own in the same way."""
+    number = next((number for number, contest_case in CASES.items() if contest_case == case), None)
+    rows = [row for row in routings() if row.case == (number or 1)]
+    known = {row.name: row for row in rows if number or row.distribution != "edge"}
+    if name not in known:
+        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(known)}")
+    row = known[name]
+    if number or row.distribution == "edge":
+        return row.sizes
+    return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
+
+
+def _versions() -> dict[str, str]:
+    found = backend.versions()
+    for name in ("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> str:
+    """Version of the GPU's driver, or of the operating system's kernel on a CPU."""
+    if backend.detect().kind == "cpu":
+        return f"{platform.system()} {platform.release()}"
+    # MetaX has a tool of its own whose output is not known here.
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    return next(iter(done.stdout.split()), "unknown")
+
+
+class Rung(Protocol):
+    """What can be timed beside the peers: a step, or a step with other literals."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the record."""
+
+    def submission(self) -> Submission:
+        """Its text."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread if the block takes longer; other threads get no alarm, and no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def time_case(
+    case: Case,
+    sizes: tuple[int, ...],
+    seed: int,
+    rungs: Sequence[Rung],
+    rounds: int,
+    say: Callable[[str], None],
+    *,
+    alone: bool = False,
+) -> list[tuple[Candidate, Timing, float | None]]:
+    """Time rungs, peers and roofs in turns on one case, and check every output before and after.
+
+    Args:
+        case: the problem.
+        sizes: rows of each expert.
+        seed: of the first input set.
+        rungs: what is ours.
+        rounds: timed calls of each.
+        say: gets one line at a time, also why something was left out.
+        alone: leave the peers and the roofs out.
+
+    Returns:
+        What ran and was right: the candidate, its timing, its relative error (None for a roof).
+    """
+    where = backend.detect()
+    on_cpu = where.kind == "cpu"
+    sets = [
+        draw_inputs(case, sizes, seed=seed + number, device=where.torch_device)
+        for number in range(_sets_that_fit(case, sizes, len(rungs)))
+    ]
+    truths = [fused_truth(inputs) for inputs in sets]
+    candidates: list[Candidate] = []
+    sources: list[Rung | Peer] = [*rungs, *(() if alone else PEERS)]
+    for source in sources:
+        name = source.name
+        missing = source.missing(not on_cpu) if isinstance(source, Peer) else ""
+        if missing:
+            say(f"{case.name}: {name} left out: {missing}")
+            continue
+        if isinstance(source, Peer):
+            say(f"{case.name}: {name} gets ready, within {_READY_S:g} s or not at all")
+        started = time.perf_counter()
+        try:
+            with _at_most(_READY_S):
+                candidate = _of_peer(source, sets) if isinstance(source, Peer) else _of_rung(source, sets)
+                wrong = _check(candidate, truths)
+        # A peer or a step that does not compile or run here must not end the others' measurement.
+        except Exception as failure:  # noqa: BLE001
+            wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+        if wrong:
+            say(f"{case.name}: {name} left out: {wrong}")
+            continue
+        say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
+        candidates.append(candidate)
+    if not alone:
+        candidates += _roofs(on_cpu)
+        if not on_cpu:
+            torch.cuda.synchronize()
+            time.sleep(_REST_S)
+    timings = interleave(
+        {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
+    )
+    timed: list[tuple[Candidate, Timing, float | None]] = []
+    for candidate in candidates:
+        if candidate.results is None:
+            timed.append((candidate, timings[candidate.name], None))
+            continue
+        # The last timed calls left their results: right before the clock ran and right after.
+        wrong = _check(candidate, truths, call=False)
+        if wrong:
+            say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
+            continue
+        error = max(_error(result(), truth) for result, truth in zip(candidate.results, truths, strict=True))
+        timed.append((candidate, timings[candidate.name], error))
+    forget_copies()
+    return timed
+
+
+def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
+    """Input sets to rotate: three, or as many as a GPU's free memory holds beside the peers' own layouts."""
+    if backend.detect().kind == "cpu":
+        return 2
+    free, _ = torch.cuda.mem_get_info()
+    weights = 2 * 3 * case.num_experts * case.hidden * case.intermediate
+    results = 2 * GroupedLayout(sizes).num_padded_rows * case.hidden * (num_steps + len(PEERS) + 2)
+    # Weights in fp16 and the peers' copy in bf16, one result for each candidate, the fp32 truth.
+    return max(1, min(3, int(0.7 * free / (2.2 * weights + results))))
+
+
+def _of_rung(rung: Rung, sets: Sequence[Inputs]) -> Candidate:
+    submission = rung.submission()
+    entry = backend.load(submission)
+    # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
+    own = [inputs.with_out(torch.full_like(inputs.out, float("nan"))) for inputs in sets]
+    return _candidate(
+        "step", rung.name, submission.source_hash, sets[0], [functools.partial(entry, *inputs.args) for inputs in own],
+        [functools.partial(_valid_rows, inputs) for inputs in own],
+    )  # fmt: skip
+
+
+def _valid_rows(inputs: Inputs) -> torch.Tensor:
+    return inputs.out[inputs.valid_rows]
+
+
+def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
+    results: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, call: Callable[[], torch.Tensor]) -> None:
+        results[number] = call()
+
+    calls = [functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets)]
+    return _candidate(
+        "peer", peer.name, None, sets[0], calls, [functools.partial(results.__getitem__, n) for n in range(len(sets))]
+    )
+
+
+def _candidate(
+    kind: Kind, name: str, source_hash: str | None, inputs: Inputs, calls: Sequence[Callable[[], Any]],
+    results: Sequence[Callable[[], torch.Tensor]],
+) -> Candidate:  # fmt: skip
+    done = work(inputs.case, inputs.layout.sizes).whole
+    return Candidate(kind, name, source_hash, tuple(calls), tuple(results), done.flops, int(done.bytes))
+
+
+def _roofs(on_cpu: bool) -> list[Candidate]:
+    """A dense square matmul and a copy, both far larger than any cache."""
+    device, size, dtype = ("cpu", 1024, torch.float32) if on_cpu else ("cuda", 8192, torch.float16)
+    generator = torch.Generator(device).manual_seed(0)
+    one, other = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    product = torch.empty_like(one)
+    length = 2**26 if on_cpu else min(2**32, torch.cuda.mem_get_info()[0] // 8)
+    # Random bytes: a copy of zeros may run faster than one of data.
+    source = torch.randint(0, 256, (length,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    label = f"{_MATMUL}, {str(dtype).removeprefix('torch.')} {size}^3"
+    multiply = functools.partial(torch.mm, one, other, out=product)
+    copy = functools.partial(target.copy_, source)
+    return [
+        Candidate("roof", label, None, (multiply,), None, 2 * size**3, 3 * size**2 * one.element_size()),
+        Candidate("roof", f"{_COPY}, {length >> 20} MiB", None, (copy,), None, 0, 2 * length),
+    ]
+
+
+def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative error in the Frobenius norm; 0 for no rows."""
+    norm = float(truth.norm())
+    return float((result.float() - truth).norm()) / norm if norm else 0.0
+
+
+def _check(candidate: Candidate, truths: Sequence[torch.Tensor], *, call: bool = True) -> str:
+    """Why the results are wrong, empty if they are not; every element within the judge's tolerance."""
+    assert candidate.results is not None
+    for number, truth in enumerate(truths):
+        if call:
+            candidate.calls[number]()
+        result = candidate.results[number]().float()
+        if result.shape != truth.shape:
+            return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}"
+        off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))
+        if off.any():
+            row, column = (int(part) for part in off.nonzero()[0])
+            return (
+                f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column "
+                f"{column}: {float(result[row, column]):.4g} instead of {float(truth[row, column]):.4g}"
+            )
+    return ""
+
+
+def roof_of(rows: Sequence[Measurement]) -> tuple[float, float]:
+    """Measured peak in TFLOP/s and bandwidth in TB/s of one run and case, at the fast end of each interval.
+
+    A roof is what the machine can reach; whatever disturbed one measurement of it must not flatter us.
+
+    Raises:
+        DataError: if a roof is missing.
+    """
+    roofs = [row for row in rows if row.kind == "roof"]
+    peak = [row.flops / row.low_ms / 1e9 for row in roofs if row.name.startswith(_MATMUL)]
+    bandwidth = [row.bytes / row.low_ms / 1e9 for row in roofs if row.name.startswith(_COPY)]
+    if not peak or not bandwidth:
+        raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
+    return max(peak), max(bandwidth)
+
+
+def bound_ms(rows: Sequence[Measurement]) -> float:
+    """max(useful FLOPs / measured peak, compulsory bytes / measured bandwidth) of one run and case.
+
+    Raises:
+        DataError: if a roof or a candidate is missing.
+    """
+    peak_tflops, bandwidth_tbps = roof_of(rows)
+    candidates = [row for row in rows if row.kind != "roof"]
+    if not candidates:
+        raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
+    done = candidates[0]
+    return max(done.flops / (peak_tflops * 1e9), done.bytes / (bandwidth_tbps * 1e9))
+
+
+def render(rows: Sequence[Measurement]) -> list[str]:
+    """One aligned line for each row of one run and case, fastest first, and the bound.
+
+    A CPU has no bound: what fits its caches beats the copy, and bf16 can beat the matmul in fp32.
+    """
+    bounded = rows[0].cache in COLD and any(row.kind != "roof" for row in rows)
+    bound = bound_ms(rows) if bounded else None
+    width = max(len(row.name) for row in rows)
+    column = "  x bound" if bound else ""
+    lines = [
+        f"{rows[0].case}, {rows[0].routing}, {rows[0].cache} cache, {rows[0].rounds} rounds on {rows[0].device}",
+        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s{column}     error",
+    ]
+    for row in sorted(rows, key=lambda row: (row.kind == "roof", row.median_ms)):
+        times = f"{row.median_ms:9.4f}  {row.low_ms:8.4f} - {row.high_ms:8.4f}"
+        ratio = "" if not bound else " " * 9 if row.kind == "roof" else f"  {row.median_ms / bound:7.2f}"
+        error = f"{row.error:8.1e}" if row.error is not None else ""
+        lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}{ratio}  {error}")
+    if bound:
+        lines.append(f"{'bound, roofs at their fast ends':{width}}  {bound:9.4f}")
+    return lines
+
+
+def summary_rows(folder: Path | None = None) -> list[Measurement]:
+    """The recorded rows that show the ladder and the peers, cases in order.
+
+    Of each contest case one run: of those that :func:`summary` counts, one with the fastest peer known, with the most
+    steps, the newest. So neither a run of a few steps nor one older than our best step stands for the whole ladder.
+
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    return [row for runs in _runs_of_cases(folder) for row in _ladder(runs)]
+
+
+def _ladder(runs: Sequence[list[Measurement]]) -> list[Measurement]:
+    """The run that stands for the ladder, of all complete runs of a case."""
+    counted, rival = _most_recommended(runs), _fastest_peer(runs)
+    held = [(rival in _names(run, "peer"), len(_names(run, "step")), run[0].run) for run in counted]
+    return counted[held.index(max(held))]
+
+
+def _runs_of_cases(folder: Path | None) -> list[list[list[Measurement]]]:
+    """Of each contest case the recorded GPU runs with steps, peers and both roofs, oldest first.
+
+    Only those with routing :data:`DEFAULT_ROUTING` and cold inputs, and on the device of the newest of them.
+    """
+    rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
+    found: list[list[list[Measurement]]] = []
+    for case in CASES.values():
+        sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
+        runs: dict[str, list[Measurement]] = {}
+        for row in rows:
+            if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == sizes:
+                runs.setdefault(row.run, []).append(row)
+        complete = [
+            run for _, run in sorted(runs.items())
+            if _names(run, "step") and _names(run, "peer") and len(_names(run, "roof")) > 1
+        ]  # fmt: skip
+        if complete:
+            found.append([run for run in complete if run[0].device == complete[-1][0].device])
+    if not found:
+        raise DataError(
+            f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
+            "`moe-lab bench` on a machine with a GPU"
+        )
+    return found
+
+
+def _names(rows: Sequence[Measurement], kind: Kind) -> list[str]:
+    return [row.name for row in rows if row.kind == kind]
+
+
+def _most_recommended(runs: Sequence[list[Measurement]]) -> list[list[Measurement]]:
+    """The runs that hold the most of the steps that are recommended today."""
+    held = [sum(name in STEPS and STEPS[name].recommended for name in _names(run, "step")) for run in runs]
+    return [run for run, number in zip(runs, held, strict=True) if number == max(held)]
+
+
+def _fastest_peer(runs: Sequence[Sequence[Measurement]]) -> str:
+    """Name of the peer that came nearest to the bound of its run."""
+    peers = [(_fastest(run, "peer"), bound_ms(run)) for run in runs]
+    return min((peer.median_ms / bound, peer.name) for peer, bound in peers)[1]
+
+
+def summary(folder: Path | None = None) -> list[str]:
+    """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
+
+    Each ratio is of one run, never across runs; the line gives its median over the runs, and the least and the
+    greatest, because cards of one kind differ. ``bound_ratio`` is our best median over the bound of the run, over all
+    runs with the most of the steps that are recommended today. ``vs_best_peer`` is the best peer's median over our
+    best, over the runs with the fastest peer known; those can be older ones, with an older step, which is named.
+
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    lines = []
+    for runs in _runs_of_cases(folder):
+        counted, rival, ladder = _most_recommended(runs), _fastest_peer(runs), _ladder(runs)
+        beside = _most_recommended([run for run in runs if rival in _names(run, "peer")])
+        bounds = [_fastest(run, "step").median_ms / bound_ms(run) for run in counted]
+        peers = [_fastest(run, "peer").median_ms / _fastest(run, "step").median_ms for run in beside]
+        rivals = ladder if ladder in beside else beside[-1]
+        (number,) = (number for number, case in CASES.items() if case.name == ladder[0].case)
+        ours, peer, step = _fastest(ladder, "step"), _fastest(rivals, "peer"), _fastest(rivals, "step")
+        bound, other = bound_ms(ladder), "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {step.run}"
+        lines.append(
+            f"case {number} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ours.run}: "
+            f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / bound:.3f} x bound {bound:.4f} ms, best peer "
+            f"{peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {step.name}{other}"
+        )
+    return lines
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Median, extremes and how many: ``1.087 [1.061 to 1.123, 6 runs]``."""
+    runs = f"{len(ratios)} run{'s' * (len(ratios) > 1)}"
+    return f"{statistics.median(ratios):.3f} [{min(ratios):.3f} to {max(ratios):.3f}, {runs}]"
+
+
+def _fastest(rows: Sequence[Measurement], kind: Kind) -> Measurement:
+    return min((row for row in rows if row.kind == kind), key=lambda row: row.median_ms)

@@ -1,0 +1,268 @@
+"""The fused layer for torch users: one call for the fused part, one module for the whole layer."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_lab.machine import backend
+from moe_lab.problem.contract import Case
+from moe_lab.problem.errors import BackendError, ContractError
+from moe_lab.problem.layout import GroupedLayout, permute, unpermute
+from moe_lab.problem.reference import Experts, route
+from moe_lab.speed.autotune import tuned
+from moe_lab.steps import STEPS, Step
+
+
+def best_step() -> Step:
+    """The step recommended for this machine's device.
+
+    Hopper GPUs get the end of the Hopper branch, which uses instructions that no other card has; every other device,
+    the CPU included, gets the end of the C500 branch, which needs no more than 64 KiB of shared memory.
+    """
+    hopper = backend.detect().kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    branch = "hopper" if hopper else "c500"
+    return next(
+        (entry for entry in STEPS.values() if entry.recommended and entry.branch == branch), STEPS["s0_baseline"]
+    )
+
+
+@functools.cache
+def _entry(case: Case) -> Callable[..., None]:
+    """The best step for this device with the literals that tuning found for this shape, if it was tuned."""
+    return backend.load(tuned(best_step().submission(), case))
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Nothing but a place in the graph that says at ``backward()`` why it cannot go on, as torch's own operators do."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        """The result as it is."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse: a gradient that is silently 0 would train nothing."""
+        raise ContractError(
+            "got backward() through fused_moe or MoE, expected a forward pass only: no step of the ladder has a "
+            "backward; run it under torch.no_grad(), or train with moe_lab.problem.reference.moe_per_expert"
+        )
+
+
+def _forward_only(out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    """A result that has a gradient if one of its sources has, and says that it cannot be computed when asked for it."""
+    wanted = [source for source in sources if source.requires_grad]
+    if wanted and torch.is_grad_enabled():
+        marked: torch.Tensor = _ForwardOnly.apply(out, *wanted)
+        return marked
+    return out
+
+
+def fused_moe(
+    stacked_tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout
+) -> torch.Tensor:
+    """Run the best step for this device on tokens in the grouped layout. Forward only.
+
+    Where an argument requires a gradient, so does the result, and ``backward()`` through it raises a
+    :class:`ContractError`; under ``torch.no_grad()`` nothing is different.
+
+    Args:
+        stacked_tokens: (P, H) fp16 contiguous, as :func:`moe_lab.problem.layout.permute` makes it.
+        experts: gate and up (E, I, H), down (E, H, I), fp16 contiguous.
+        route_weights: (N,) fp32, raw order.
+        layout: the layout of the tokens, with blocks of 128 rows.
+
+    Returns:
+        (P, H) fp16: ``down(silu(gate(x)) * up(x)) * route weight`` in valid rows, exactly 0 in padding rows.
+
+    Raises:
+        ContractError: for a type, shape, dtype, device or block size that does not fit, with what came.
+        BackendError: if this machine cannot run TileLang.
+    """
+    _check(stacked_tokens, experts, route_weights, layout)
+    sources = (stacked_tokens, experts.gate_w, experts.up_w, experts.down_w, route_weights)
+    out = torch.zeros_like(stacked_tokens, requires_grad=False)
+    if not layout.num_rows:
+        return _forward_only(out, *sources)
+    device = stacked_tokens.device
+    num_experts, intermediate, hidden = experts.gate_w.shape
+    # The number of rows changes with every routing and must not cost another load.
+    entry = _entry(Case("fused_moe", num_experts, hidden, intermediate, 0))
+
+    def integers(values: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    entry(
+        *(source.detach() for source in sources),
+        integers(layout.sizes), integers(layout.offsets), integers(layout.padded_offsets), integers(layout.block_map),
+        out,
+    )  # fmt: skip
+    return _forward_only(out, *sources)
+
+
+def _check(tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout) -> None:
+    if not isinstance(experts, Experts):
+        raise ContractError(f"got experts of type {type(experts).__name__}, expected Experts(gate_w, up_w, down_w)")
+    if not isinstance(layout, GroupedLayout):
+        raise ContractError(f"got a layout of type {type(layout).__name__}, expected a GroupedLayout")
+    given = {
+        "stacked_tokens": tokens, "gate_w": experts.gate_w, "up_w": experts.up_w, "down_w": experts.down_w,
+        "route_weights": route_weights,
+    }  # fmt: skip
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractError(f"got {name} of type {type(tensor).__name__}, expected a torch.Tensor")
+    if experts.gate_w.dim() != 3 or not experts.gate_w.numel():
+        raise ContractError(f"got gate_w {tuple(experts.gate_w.shape)}, expected (E, I, H), each at least 1")
+    num_experts, intermediate, hidden = experts.gate_w.shape
+    if layout.block != 128:
+        raise ContractError(f"got a layout with blocks of {layout.block} rows, expected 128")
+    if layout.num_experts != num_experts:
+        raise ContractError(f"got a layout of {layout.num_experts} experts, expected {num_experts} as in the weights")
+    expected = {
+        "stacked_tokens": ((layout.num_padded_rows, hidden), torch.float16),
+        "gate_w": ((num_experts, intermediate, hidden), torch.float16),
+        "up_w": ((num_experts, intermediate, hidden), torch.float16),
+        "down_w": ((num_experts, hidden, intermediate), torch.float16),
+        "route_weights": ((layout.num_rows,), torch.float32),
+    }
+    for name, (shape, dtype) in expected.items():
+        tensor = given[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ContractError(f"got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}")
+        if not tensor.is_contiguous():
+            raise ContractError(f"got {name} with strides {tensor.stride()}, expected a contiguous tensor")
+        if tensor.device != tokens.device:
+            raise ContractError(f"got {name} on {tensor.device}, expected {tokens.device} as the tokens")
+    _check_runs_here(tokens.device)
+
+
+def _check_runs_here(device: torch.device) -> None:
+    here = backend.detect()
+    if device.type != here.torch_device:
+        raise ContractError(
+            f"got tensors on {device}, expected {here.torch_device}, where this machine's kernels run ({here.name}): "
+            f"move the tokens and the weights there"
+        )
+
+
+def _at_least_1(name: str, value: object) -> int:
+    """A size as a plain integer; NumPy's integers are welcome, True and 256.0 are not."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < 1:
+        raise ContractError(f"got {name}={value!r}, expected an integer of at least 1")
+    return number
+
+
+class MoE(torch.nn.Module):
+    """A Mixture-of-Experts layer: router, permute, fused experts, unpermute. Forward only, weights in fp16.
+
+    A token's route weights are the softmax over all experts, of which the ``top_k`` largest are kept and divided by
+    their sum, so that they sum to 1 (see :func:`moe_lab.problem.reference.route`).
+
+    The weights are random and require no gradient: copy yours into them, or load a state dict. Where the tokens (or a
+    weight that you told to) require a gradient, ``backward()`` through the result raises a :class:`ContractError`.
+
+    Args:
+        hidden: H, at least 1.
+        intermediate: I, at least 1.
+        num_experts: E, at least 1.
+        top_k: experts of a token, 1 to E.
+        device: where the weights live; by default torch's own default, which is the CPU.
+
+    Attributes:
+        router_w: (E, H).
+        gate_w, up_w: (E, I, H).
+        down_w: (E, H, I).
+        top_k: experts of a token.
+
+    Raises:
+        ContractError: for a size that is no integer or too small, a top_k above E, or no device at all.
+        BackendError: for a device that this machine does not have.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, num_experts: int, top_k: int, device: str | torch.device | None = None
+    ) -> None:
+        super().__init__()
+        hidden, intermediate = _at_least_1("hidden", hidden), _at_least_1("intermediate", intermediate)
+        num_experts, self.top_k = _at_least_1("num_experts", num_experts), _at_least_1("top_k", top_k)
+        if self.top_k > num_experts:
+            raise ContractError(f"got top_k={top_k}, expected 1 to {num_experts}, the number of experts")
+        _check_device(device)
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            values = torch.randn(shape, dtype=torch.float32, device=device) * shape[-1] ** -0.5
+            return torch.nn.Parameter(values.half(), requires_grad=False)
+
+        self.router_w = weight(num_experts, hidden)
+        self.gate_w = weight(num_experts, intermediate, hidden)
+        self.up_w = weight(num_experts, intermediate, hidden)
+        self.down_w = weight(num_experts, hidden, intermediate)
+
+    def extra_repr(self) -> str:
+        """What ``print(layer)`` shows."""
+        num_experts, intermediate, hidden = self.gate_w.shape
+        return f"hidden={hidden}, intermediate={intermediate}, num_experts={num_experts}, top_k={self.top_k}"
+
+    @property
+    def experts(self) -> Experts:
+        """The expert weights as :mod:`moe_lab.problem.reference` takes them."""
+        return Experts(self.gate_w, self.up_w, self.down_w)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Route every token to its experts and add their results.
+
+        Args:
+            tokens: (..., H) fp16, on the device of the weights.
+
+        Returns:
+            (..., H) fp16.
+
+        Raises:
+            ContractError: for another type, last dimension, dtype or device.
+            BackendError: if this machine cannot run TileLang.
+        """
+        hidden = self.router_w.shape[1]
+        if not isinstance(tokens, torch.Tensor):
+            raise ContractError(
+                f"got tokens of type {type(tokens).__name__}, expected a tensor (..., {hidden}) torch.float16"
+            )
+        if tokens.shape[-1:] != (hidden,) or tokens.dtype != torch.float16:
+            raise ContractError(
+                f"got tokens {tuple(tokens.shape)} {tokens.dtype}, expected (..., {hidden}) torch.float16"
+            )
+        if tokens.device != self.router_w.device:
+            raise ContractError(f"got tokens on {tokens.device}, expected {self.router_w.device} as the weights")
+        _check_runs_here(tokens.device)
+        with torch.no_grad():
+            flat = tokens.reshape(-1, hidden)
+            choices, weights = route(flat, self.router_w, self.top_k)
+            layout = GroupedLayout.from_choices(choices, self.router_w.shape[0])
+            stacked, raw_weights, source = permute(flat, choices, weights, layout)
+            out = fused_moe(stacked, self.experts, raw_weights.contiguous(), layout)
+            results = unpermute(out, source, layout, flat.shape[0], self.top_k).view(tokens.shape)
+        return _forward_only(results, tokens, self.router_w, self.gate_w, self.up_w, self.down_w)
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    try:
+        known = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ContractError(f"got device={device!r}, expected one that torch knows, such as 'cpu' or 'cuda'") from None
+    try:
+        torch.empty(0, device=known)
+    # What torch raises for a device that it knows and does not have is not the same for any two of them.
+    except (RuntimeError, AssertionError):
+        raise BackendError(
+            f"got device={str(known)!r}, which this machine or its torch does not have, expected "
+            f"{backend.detect().torch_device!r} here"
+        ) from None

@@ -1,0 +1,151 @@
+"""Other implementations of the same operator, to measure against: whatever of them is installed.
+
+Each takes the inputs of a call and returns a function that issues the work and gives (N, H) in raw order. Copies that
+a user would make once (weights in another layout or dtype, rows without padding) are made before, never timed. The
+route weight is part of the operator, so each peer that has no place for it scales the smaller of the hidden and the
+result, in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moe_lab.problem.inputs import Inputs
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One implementation.
+
+    Attributes:
+        name: library and what of it, with the dtype it computes in.
+        package: distribution that must be installed, "torch" for what every installation has.
+        needs_gpu: whether it only exists on a CUDA device.
+        prepare: from the inputs of a call to the call.
+    """
+
+    name: str
+    package: str
+    needs_gpu: bool
+    prepare: Callable[[Inputs], Call]
+
+    def missing(self, has_gpu: bool) -> str:
+        """Why it cannot be measured here; empty if it can be tried."""
+        if self.needs_gpu and not has_gpu:
+            return "needs a CUDA GPU"
+        try:
+            importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"not installed (`pip install {self.package}`)"
+        return ""
+
+
+def _compact(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """(N, H): the valid rows."""
+    return inputs.stacked_expert_tokens[inputs.valid_rows].to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _gate_up(gate_w: torch.Tensor, up_w: torch.Tensor) -> torch.Tensor:
+    """(E, 2I, H) bf16: gate rows, then up rows; one copy for all peers that want it."""
+    return torch.cat([gate_w, up_w], dim=1).bfloat16()
+
+
+@functools.lru_cache(maxsize=8)
+def _down(down_w: torch.Tensor) -> torch.Tensor:
+    return down_w.bfloat16()
+
+
+def forget_copies() -> None:
+    """Free the weights that peers keep in a layout of their own."""
+    _gate_up.cache_clear()
+    _down.cache_clear()
+
+
+def _scaled(hidden: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    weights = inputs.routed_expert_weights[:, None]
+    if inputs.case.intermediate < inputs.case.hidden:
+        return down(hidden.mul_(weights))
+    return down(hidden).mul_(weights)
+
+
+def _torch_loop(inputs: Inputs) -> Call:
+    rows, layout = _compact(inputs, torch.float16), inputs.layout
+    out = torch.empty_like(rows)
+
+    def call() -> torch.Tensor:
+        for expert, size in enumerate(layout.sizes):
+            if size:
+                span = slice(layout.offsets[expert], layout.offsets[expert] + size)
+                x = rows[span]
+                hidden = F.silu(x @ inputs.gate_w[expert].T).mul_(x @ inputs.up_w[expert].T)
+                torch.mul(hidden @ inputs.down_w[expert].T, inputs.routed_expert_weights[span, None], out=out[span])
+        return out
+
+    return call
+
+
+def _torch_grouped(inputs: Inputs) -> Call:
+    # Only bf16 reaches torch's grouped kernel; fp16 falls back to one matmul for each group.
+    grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    ends, inter = inputs.group_offsets[1:].contiguous(), inputs.case.intermediate
+
+    def call() -> torch.Tensor:
+        both = grouped(rows, gate_up.transpose(1, 2), offs=ends)
+        hidden = F.silu(both[:, :inter]).mul_(both[:, inter:])
+        return _scaled(hidden, lambda part: grouped(part, down.transpose(1, 2), offs=ends), inputs)
+
+    return call
+
+
+def _quack(inputs: Inputs, *, tuned: bool) -> Call:
+    interface = importlib.import_module("quack.gemm_interface")
+    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    starts = inputs.group_offsets
+
+    def call() -> torch.Tensor:
+        _, hidden = interface.gemm_gated(
+            rows, gate_up.mT, activation="swiglu", cu_seqlens_m=starts, store_preact=False, tuned=tuned,
+            concat_layout=("B",),
+        )  # fmt: skip
+        return _scaled(hidden, lambda part: interface.gemm(part, down.mT, cu_seqlens_m=starts, tuned=tuned), inputs)
+
+    return call
+
+
+def _liger(inputs: Inputs) -> Call:
+    function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    # Every raw row is a token with one choice; Liger sorts them itself, as a part of its operator.
+    sizes = inputs.group_sizes.to(torch.int64)
+    choices = torch.repeat_interleave(torch.arange(len(sizes), device=rows.device), sizes)[:, None].to(torch.int32)
+    weights = inputs.routed_expert_weights[:, None].to(torch.bfloat16)
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = function.apply(rows, gate_up, down, choices, weights)
+        return result
+
+    return call
+
+
+#: Every peer that `moe-lab bench` looks for.
+PEERS: tuple[Peer, ...] = (
+    Peer("torch loop over experts (fp16)", "torch", False, _torch_loop),
+    Peer("torch grouped_mm (bf16)", "torch", False, _torch_grouped),
+    Peer("QuACK (bf16)", "quack-kernels", True, functools.partial(_quack, tuned=False)),
+    Peer("QuACK autotuned (bf16)", "quack-kernels", True, functools.partial(_quack, tuned=True)),
+    Peer("Liger fused MoE (bf16)", "liger-kernel", True, _liger),
+)

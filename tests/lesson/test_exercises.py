@@ -1,0 +1,158 @@
+"""Every exercise: its solution passes, its gap is met kindly, its usual mistakes are named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from moe_lab.lesson.exercises import EXERCISES, Exercise, check, of_notebook
+from moe_lab.problem.contract import ARGUMENTS
+from moe_lab.problem.errors import ExerciseError
+
+EACH = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES.keys())
+MISTAKES = [
+    pytest.param(exercise, mistake, id=f"{exercise.key}-{number}")
+    for exercise in EXERCISES.values()
+    for number, mistake in enumerate(exercise.mistakes)
+]
+
+
+@EACH
+def test_solution_passes(exercise: Exercise, capsys: pytest.CaptureFixture[str]) -> None:
+    check(exercise.key, exercise.run(exercise.solution))
+    assert capsys.readouterr().out == f"Right. {exercise.lesson}\n"
+
+
+@EACH
+def test_untouched_gap_is_met_kindly(exercise: Exercise, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "..." in exercise.gap
+    check(exercise.key, exercise.run(exercise.gap))
+    assert capsys.readouterr().out.startswith("Not filled in yet")
+
+
+@pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
+def test_usual_mistake_is_named(exercise: Exercise, mistake) -> None:
+    with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised") as caught:
+        check(exercise.key, exercise.run(mistake.code))
+    assert caught.value.mistake == mistake.name
+    assert str(caught.value).endswith(f". This is what comes out if {mistake.name}.")
+    assert "\n" not in str(caught.value)
+
+
+@EACH
+def test_is_complete_and_its_mistakes_differ(exercise: Exercise) -> None:
+    assert len(exercise.mistakes) >= 2
+    assert len(set(exercise.hints)) == 3
+    assert exercise.answer in exercise.gap
+    # The cell shows the gap, so the solution must start from the same lines.
+    assert exercise.gap.splitlines()[0].split("=")[0] == exercise.solution.splitlines()[0].split("=")[0]
+    seen = [_behaviour(exercise, code) for code in (exercise.solution, *(m.code for m in exercise.mistakes))]
+    assert all(a != b for a, b in itertools.combinations(seen, 2))
+    names = [mistake.name for mistake in exercise.mistakes]
+    assert len(set(names)) == len(names)
+
+
+def _behaviour(exercise: Exercise, code: str) -> str:
+    try:
+        return repr(exercise.observe(exercise.run(code)))
+    except Exception as error:  # noqa: BLE001 -- some mistakes raise
+        return repr(error)
+
+
+def test_every_other_argument_is_a_named_mistake() -> None:
+    wrong = {argument.name for argument in ARGUMENTS} - {"routed_expert_weights"}
+    assert {mistake.code for mistake in EXERCISES["raw_argument"].mistakes} == {
+        f'raw_argument = "{name}"' for name in wrong
+    }
+
+
+def test_a_rule_that_refuses_a_cheat_is_no_catch_and_is_told() -> None:
+    with pytest.raises(ExerciseError, match="a rule refused the text before it ran") as caught:
+        check("cheat", lambda source: "import os\n" + source)
+    assert "moe-lab explain" in str(caught.value)
+
+
+def test_a_cheat_that_runs_is_caught_by_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "T.Kernel(num_blocks_m, T.ceildiv(hidden, STAGE2_BLOCK_N)"
+    check("cheat", lambda source: source.replace(grid, grid + " - 1"))
+    assert capsys.readouterr().out.startswith("Right. It ran")
+
+
+def test_mistakes_are_named_by_behaviour_not_by_text() -> None:
+    def padded_offsets(sizes, block):
+        starts, total = torch.tensor([size // block for size in sizes]).cumsum(0) * block, [0]
+        return total + starts.tolist()
+
+    with pytest.raises(ExerciseError, match="rounded down"):
+        check("padded_offsets", padded_offsets)
+
+    def combine(num_tokens, rows, weights, results):
+        out = torch.zeros(num_tokens, results.shape[1])
+        for row, result in zip(rows, results, strict=True):
+            out[row] = out[row] + result
+        return out
+
+    with pytest.raises(ExerciseError, match="route weight is left out"):
+        check("combine", combine)
+
+
+def test_other_right_answers_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    def route_weights(logits, top_k):
+        kept, choices = logits.topk(top_k, dim=-1)
+        return choices, torch.softmax(kept, dim=-1)
+
+    check("route_weights", route_weights)
+    check("actual_rows", lambda bx, size, start, block=128: sorted((0, size - bx * block + start, block))[1])
+    check("padded_offsets", lambda sizes, block: (0, *itertools.accumulate(-(-n // block) * block for n in sizes)))
+    assert capsys.readouterr().out.count("Right.") == 3
+
+
+def test_an_ellipsis_in_a_right_answer_is_no_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    def combine(num_tokens, rows, weights, results):
+        out = torch.zeros(num_tokens, results.shape[1])
+        return out.index_add(0, rows, weights[..., None] * results)
+
+    check("combine", combine)
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+@pytest.mark.parametrize(
+    ("key", "answer", "sentence"),
+    [
+        ("padded_offsets", lambda sizes, block: [7] * (len(sizes) + 1), "none of the usual mistakes"),
+        ("padded_offsets", lambda sizes, block: None, "no return"),
+        ("padded_offsets", lambda sizes: sizes, "your code raised TypeError"),
+        ("padded_offsets", lambda sizes, block: 1 / 0, "your code raised ZeroDivisionError: division by zero"),
+        ("padded_offsets", [0, 4, 4, 6], "expected a function"),
+        ("route_weights", lambda logits, top_k: (logits, logits), "expected"),
+        ("combine", lambda *a: torch.full((3, 2), float("nan")), "expected"),
+        ("raw_argument", 4, "expected 'routed_expert_weights'"),
+        ("raw_argument", None, "none of the usual mistakes"),
+        ("bound", lambda *a: (1.0, 2.0), "expected"),
+        ("no_such_exercise", 1, "expected one of raw_argument, route_weights"),
+    ],
+)
+def test_anything_else_gets_one_sentence(key: str, answer, sentence: str) -> None:
+    with pytest.raises(ExerciseError) as caught:
+        check(key, answer)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value._render_traceback_() == [str(caught.value)]
+
+
+def test_a_probe_cannot_be_spoilt_by_an_answer_that_edits_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def combine(num_tokens, rows, weights, results):
+        results.mul_(0)
+        return torch.zeros(num_tokens, results.shape[1])
+
+    with pytest.raises(ExerciseError):
+        check("combine", combine)
+    check("combine", EXERCISES["combine"].run(EXERCISES["combine"].solution))
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+def test_each_notebook_has_one_to_three_exercises() -> None:
+    for notebook in {exercise.notebook for exercise in EXERCISES.values()}:
+        assert 1 <= len(of_notebook(notebook)) <= 3

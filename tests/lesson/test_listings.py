@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_lab.lesson.listings import SideBySide, block, difference, elide, generated, lines
+from moe_lab.problem.errors import SubmissionError
+from moe_lab.problem.submission import Submission
+from moe_lab.steps import step
+
+FILE = Submission("A = 1\n\n\ndef f(x):\n    if x:\n        return A\n    return 0\n", "file.py")
+
+
+def test_slice_is_found_by_its_text_and_keeps_its_line_number() -> None:
+    listing = lines(FILE, "if x", "return A")
+    assert str(listing) == "if x:\n    return A"
+    assert listing.first_line == 5
+    assert str(listing._repr_markdown_()).startswith("Lines 5 to 6:\n\n```python\nif x:")
+    assert repr(listing) == "2 lines of python"
+
+
+def test_later_occurrence_is_another_line() -> None:
+    assert lines(FILE, "return").first_line == 6
+    assert str(lines(FILE, "return", occurrence=2)) == "return 0"
+
+
+@pytest.mark.parametrize(("first", "last"), [("no such line", None), ("if x", "A = 1")])
+def test_lost_line_is_named(first: str, last: str | None) -> None:
+    with pytest.raises(SubmissionError, match=r"no such line|A = 1"):
+        lines(FILE, first, last)
+
+
+def test_difference_holds_the_change_and_no_file_names() -> None:
+    text = str(difference(FILE, Submission(FILE.source.replace("A = 1", "A = 2"), "new.py")))
+    assert text.startswith("@@")
+    assert "-A = 1\n+A = 2" in text
+    assert "file.py" not in text
+
+
+def test_indentation_alone_is_no_change() -> None:
+    moved = Submission(
+        "A = 1\n\n\ndef f(x):\n    if A:\n        if x:\n            return A\n    return 0\n", "moved.py"
+    )
+    changed = [line for line in str(difference(FILE, moved)).splitlines() if line[0] in "+-"]
+    assert changed == ["+    if A:"]
+
+
+def test_differences_are_escaped_and_shaded() -> None:
+    shown = difference(FILE, Submission(FILE.source.replace("return 0", "return x < 0"), "new.py"))._repr_html_()
+    assert shown is not None
+    assert shown.count("#dbeafe") == shown.count("#ffe4c7") == 1
+    assert "return x &lt; 0" in shown
+    assert lines(FILE, "if x")._repr_html_() is None
+
+
+def test_folded_listing_keeps_every_line_behind_its_heading() -> None:
+    folded = lines(FILE, "if x", "return A").folded("a < b")
+    assert folded._repr_html_() == "<details><summary>a &lt; b</summary><pre>if x:\n    return A</pre></details>"
+    assert str(folded) == "a < b\nif x:\n    return A"
+
+
+def test_only_long_arithmetic_is_cut() -> None:
+    line = (
+        "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
+    )
+    assert elide(line) == "copy((&(b_shared[…])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
+
+
+def test_bracket_that_is_never_closed_stays() -> None:
+    assert elide("f(a[0], (") == "f(a[0], ("
+
+
+def test_block_ends_where_its_brace_closes() -> None:
+    code = "void f() {\n  for (int i = 0; i < 4; ++i) {\n    if (i) {\n      y = 1;\n    }\n  }\n  z = 2;\n}"
+    assert block(code, "for (") == "for (int i = 0; i < 4; ++i) {\n  if (i) {\n    y = 1;\n  }\n}"
+    assert block(code, "z =") == "z = 2;"
+
+
+def test_casts_are_left_out() -> None:
+    assert elide("mma<tl::DataType::kFloat16>(reinterpret_cast<float*>(acc));") == "mma<fp16>((acc));"
+
+
+def test_every_slice_of_the_walk_through_exists() -> None:
+    baseline = step("s0_baseline")
+    assert "actual_rows = " in str(lines(baseline, "expert = group_idx_for_bx", "actual_rows", occurrence=2))
+
+
+def test_columns_are_escaped() -> None:
+    table = SideBySide({"C": "a<b", "CUDA": "x"})
+    assert "a&lt;b" in table._repr_html_()
+    assert str(table) == "C\na<b\n\nCUDA\nx"
+
+
+def test_kernel_of_a_notebook_is_lowered_from_its_source() -> None:
+    import tilelang
+    import tilelang.language as T
+
+    @tilelang.jit
+    def fill(rows):  # type: ignore[no-untyped-def]
+        @T.prim_func
+        def kernel(out: T.Tensor((rows, 64), "float16")):
+            with T.Kernel(1, threads=64):
+                tile = T.alloc_shared((rows, 64), "float16")
+                T.clear(tile)
+                T.copy(tile, out[0, 0])
+
+        return kernel
+
+    (lowered,) = generated(fill, ["gfx90a"], rows=32).values()
+    assert lowered.shared_bytes == 32 * 64 * 2
+    assert lowered.threads == 64
+    assert "__global__" in lowered.source
