@@ -21,6 +21,8 @@ FloatDtype = Literal["float32", "float16"]
 BlockMap = Literal["exact", "surplus"]
 Storage = Literal["padded", "compact"]
 OutFill = Literal["zeros", "nan", "stale"]
+#: What the judge holds a file to: every rule, ruling and C500 limit of the contest, or those that any card needs.
+Profile = Literal["contest", "open"]
 
 #: Rows of one token block: every group starts at a multiple of it.
 BLOCK_TOKEN = 128
@@ -110,40 +112,44 @@ class Case:
                     f"case {self.name!r}: got {field}={value!r}, expected an integer of at least {least}"
                 )
 
+    def extents(self, num_padded_rows: int) -> dict[str, int]:
+        """What each symbol of :data:`ARGUMENTS` stands for, given P.
 
-@functools.cache
-def _contest_cases() -> tuple[Case, ...]:
-    path = data_dir() / "cases.csv"
-    cases = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                sizes = {
-                    key: int(row[key])
-                    for key in ("num_experts", "hidden", "intermediate", "num_tokens", "warmup", "iterations")
-                }
-                cases.append(Case(name=f"case {int(row['case'])}", **sizes))
-            except (KeyError, TypeError, ValueError) as error:
-                raise DataError(
-                    f"{path.name}, line {line}: got {row!r}, expected integers in every column ({error})"
-                ) from None
-    return tuple(cases)
+        >>> Case("tiny", 2, 64, 32, 5).extents(256)
+        {'E': 2, 'E+1': 3, 'H': 64, 'I': 32, 'N': 5, 'P': 256, 'P/128': 2}
+        """
+        return {
+            "E": self.num_experts, "E+1": self.num_experts + 1, "H": self.hidden, "I": self.intermediate,
+            "N": self.num_tokens, "P": num_padded_rows, "P/128": num_padded_rows // BLOCK_TOKEN,
+        }  # fmt: skip
 
 
 class _Cases(Mapping[int, Case]):
     """The contest's cases by number, read from ``data/cases.csv`` when first used."""
 
+    @functools.cached_property
+    def _read(self) -> dict[int, Case]:
+        path, found = data_dir() / "cases.csv", {}
+        with path.open(newline="", encoding="utf-8") as file:
+            for line, row in enumerate(csv.DictReader(file), start=2):
+                try:
+                    numbers = {column: int(text) for column, text in row.items() if column != "source"}
+                    number = numbers.pop("case")
+                    found[number] = Case(f"case {number}", **numbers)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise DataError(f"{path.name}, line {line}: got {row!r}, expected integers ({error})") from None
+        return found
+
     def __getitem__(self, number: int) -> Case:
-        cases = _contest_cases()
-        if not isinstance(number, int) or not 1 <= number <= len(cases):
-            raise KeyError(f"got case {number!r}, expected 1 to {len(cases)}")
-        return cases[number - 1]
+        if number not in self._read:
+            raise KeyError(f"got case {number!r}, expected 1 to {len(self)}")
+        return self._read[number]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(1, len(self) + 1))
+        return iter(self._read)
 
     def __len__(self) -> int:
-        return len(_contest_cases())
+        return len(self._read)
 
 
 #: The contest's cases: ``CASES[1]`` to ``CASES[3]``.

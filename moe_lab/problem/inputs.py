@@ -6,86 +6,31 @@ Everything is seeded and made on the CPU before it moves to a device, so the sam
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-from moe_lab.problem.contract import JUDGE_PROFILE, Case, Variant
+from moe_lab.problem.contract import ARGUMENTS, JUDGE_PROFILE, Case, Variant
 from moe_lab.problem.errors import ContractError
-from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.layout import DISTRIBUTIONS as DISTRIBUTIONS
+from moe_lab.problem.layout import Distribution, GroupedLayout, group_sizes
 
-Distribution = Literal["balanced", "multinomial", "skewed", "one_expert"]
 Values = Literal["normal", "large", "tiny", "mixed"]
 TokenPoison = Literal["nan", "large", "zeros"]
 
-DISTRIBUTIONS = cast(tuple[Distribution, ...], get_args(Distribution))
-
-#: Scale of the tokens for each kind of values; weights are scaled by 1/sqrt(reduction length) on top.
+#: Scale of the tokens for each kind of values but "mixed"; weights are scaled by 1/sqrt(reduction length).
 _TOKEN_SCALE = {"normal": 1.0, "large": 8.0, "tiny": 2.0**-8}
-
-
-def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, seed: int = 0) -> tuple[int, ...]:
-    """Draw how many rows each expert gets.
-
-    Args:
-        distribution: "balanced" (sizes differ by at most one), "multinomial" (each row picks an expert uniformly),
-            "skewed" (Zipf weights 1/rank over shuffled experts) or "one_expert" (one takes all).
-        num_experts: E, at least 1.
-        num_rows: N, at least 0.
-        seed: any integer.
-
-    Returns:
-        E sizes that sum to N.
-
-    Raises:
-        ContractError: for an unknown distribution or sizes out of range.
-
-    >>> group_sizes("balanced", 3, 7)
-    (3, 2, 2)
-    """
-    if num_experts < 1 or num_rows < 0:
-        raise ContractError(f"got {num_experts} experts and {num_rows} rows, expected at least 1 and 0")
-    rng = random.Random(f"{distribution}-{num_experts}-{num_rows}-{seed}")
-    if distribution == "balanced":
-        share, rest = divmod(num_rows, num_experts)
-        return tuple(share + (expert < rest) for expert in range(num_experts))
-    if distribution == "one_expert":
-        taker = rng.randrange(num_experts)
-        return tuple(num_rows if expert == taker else 0 for expert in range(num_experts))
-    if distribution == "multinomial":
-        weights = [1.0] * num_experts
-    elif distribution == "skewed":
-        weights = [1.0 / rank for rank in range(1, num_experts + 1)]
-        rng.shuffle(weights)
-    else:
-        raise ContractError(f"got distribution {distribution!r}, expected one of {', '.join(DISTRIBUTIONS)}")
-    sizes = [0] * num_experts
-    for expert in rng.choices(range(num_experts), weights, k=num_rows):
-        sizes[expert] += 1
-    return tuple(sizes)
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The ten tensors of one call and the layout behind them.
 
-    Attributes:
-        case: sizes; ``case.num_tokens`` is the sum of ``layout.sizes``.
-        layout: where the rows lie.
-        variant: the reading of the contract they follow.
-        stacked_expert_tokens: (P, H) fp16, or (N, H) under compact storage.
-        gate_w, up_w: (E, I, H) fp16.
-        down_w: (E, H, I) fp16.
-        routed_expert_weights: (N,) fp32 or fp16, raw order, in [0, 1).
-        group_sizes: (E,) int32.
-        group_offsets, group_padded_offsets: (E+1,) or (E,) int32.
-        group_idx_for_bx: (P/128,) int32, or more under a surplus block map.
-        out: as the tokens; holds what the variant says.
+    Tensors are named, shaped and typed as :data:`moe_lab.problem.contract.ARGUMENTS` says, or as ``variant`` reads it:
+    tokens and ``out`` (N, H) under compact storage, offsets (E,), route weights in fp16, a longer block map.
     """
 
     case: Case
@@ -105,10 +50,7 @@ class Inputs:
     @property
     def args(self) -> tuple[torch.Tensor, ...]:
         """The ten positional arguments of ``run_kernel``, in order."""
-        return (
-            self.stacked_expert_tokens, self.gate_w, self.up_w, self.down_w, self.routed_expert_weights,
-            self.group_sizes, self.group_offsets, self.group_padded_offsets, self.group_idx_for_bx, self.out,
-        )  # fmt: skip
+        return tuple(getattr(self, argument.name) for argument in ARGUMENTS)
 
     @property
     def valid_rows(self) -> torch.Tensor:
@@ -119,34 +61,6 @@ class Inputs:
     def with_out(self, out: torch.Tensor) -> Inputs:
         """The same inputs with another output buffer."""
         return replace(self, out=out)
-
-
-def _tokens(
-    layout: GroupedLayout, hidden: int, values: Values, token_poison: TokenPoison, generator: torch.Generator,
-    *, padded: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """Tokens of one call on the generator's device: (P, H) fp16, or (N, H) without padding rows."""
-    valid = _valid_tokens(layout.num_rows, hidden, values, generator)
-    if not padded:
-        return valid
-    tokens = _poison(layout.num_padded_rows, hidden, token_poison, generator)
-    tokens[torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=tokens.device)] = valid
-    return tokens
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator, scale: float) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).mul_(scale).half()
-
-
-def _valid_tokens(rows: int, hidden: int, values: Values, generator: torch.Generator) -> torch.Tensor:
-    if values in _TOKEN_SCALE:
-        return _normal((rows, hidden), generator, _TOKEN_SCALE[values])
-    if values != "mixed":
-        raise ContractError(f"got values={values!r}, expected one of {', '.join(get_args(Values))}")
-    # Each row its own power of two, so that a relative error of a small row cannot hide behind a large one.
-    device = generator.device
-    exponents = torch.randint(-8, 4, (rows, 1), generator=generator, device=device)
-    return (torch.randn(rows, hidden, generator=generator, device=device) * torch.exp2(exponents.float())).half()
 
 
 def make_inputs(
@@ -181,43 +95,28 @@ def make_inputs(
     """
     if sizes is None:
         sizes = group_sizes(distribution, case.num_experts, case.num_tokens, seed)
-    layout = GroupedLayout(tuple(sizes), padding_rule=variant.padding_rule)
-    if layout.num_experts != case.num_experts:
-        raise ContractError(f"got {layout.num_experts} group sizes, expected {case.num_experts}, one for each expert")
-    if layout.num_rows != case.num_tokens:
-        raise ContractError(
-            f"got group sizes that sum to {layout.num_rows}, expected {case.num_tokens}, the raw rows of {case.name}"
-        )
+    layout = _layout(case, sizes, variant)
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
     tokens = _tokens(layout, hidden, values, token_poison, generator, padded=variant.storage == "padded")
-    gate_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
-    up_w = _normal((experts, intermediate, hidden), generator, hidden**-0.5)
-    down_w = _normal((experts, hidden, intermediate), generator, intermediate**-0.5)
-    weights = torch.rand(layout.num_rows, generator=generator).to(getattr(torch, variant.route_weight_dtype))
-    entries = experts + 1 if variant.offsets_length == "E+1" else experts
-    out = torch.zeros_like(tokens)
-    if variant.out_fill == "nan":
-        out.fill_(float("nan"))
-    elif variant.out_fill == "stale":
+    weights = [
+        torch.randn((experts, rows, columns), generator=generator).mul_(columns**-0.5).half()
+        for rows, columns in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    ]
+    route_weights = torch.rand(layout.num_rows, generator=generator).to(getattr(torch, variant.route_weight_dtype))
+    out = torch.full_like(tokens, float("nan") if variant.out_fill == "nan" else 0)
+    if variant.out_fill == "stale":
         out.copy_(torch.randn(out.shape, generator=generator))
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device).contiguous()
-
-    def integers(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return Inputs(
-        case=case, layout=layout, variant=variant,
-        stacked_expert_tokens=moved(tokens), gate_w=moved(gate_w), up_w=moved(up_w), down_w=moved(down_w),
-        routed_expert_weights=moved(weights),
-        group_sizes=integers(layout.sizes),
-        group_offsets=integers(layout.offsets[:entries]),
-        group_padded_offsets=integers(layout.padded_offsets[:entries]),
-        group_idx_for_bx=integers(_block_map(layout, variant)),
-        out=moved(out),
-    )  # fmt: skip
+    entries = experts + 1 if variant.offsets_length == "E+1" else experts
+    block_map = layout.block_map
+    if variant.block_map == "surplus":
+        # As in the operator's earlier public version: room for the worst case, the rest naming the last expert.
+        surplus = -(-layout.num_rows // layout.block) + experts - len(block_map)
+        block_map += (experts - 1,) * surplus
+    integers = (layout.sizes, layout.offsets[:entries], layout.padded_offsets[:entries], block_map)
+    placed = [tensor.to(device) for tensor in (tokens, *weights, route_weights)]
+    placed += [torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in integers]
+    return Inputs(case, layout, variant, *placed, *[out.to(device)])
 
 
 def draw_inputs(
@@ -267,22 +166,37 @@ def draw_inputs(
     )  # fmt: skip
 
 
-def _poison(rows: int, hidden: int, kind: TokenPoison, generator: torch.Generator) -> torch.Tensor:
-    device = generator.device
-    if kind == "nan":
-        return torch.full((rows, hidden), float("nan"), dtype=torch.float16, device=device)
-    if kind == "zeros":
-        return torch.zeros(rows, hidden, dtype=torch.float16, device=device)
-    if kind == "large":
-        signs = torch.randint(0, 2, (rows, hidden), generator=generator, device=device) * 2 - 1
-        return (signs * 60000.0).half()
-    raise ContractError(f"got token_poison={kind!r}, expected one of {', '.join(get_args(TokenPoison))}")
+def _layout(case: Case, sizes: Sequence[int], variant: Variant) -> GroupedLayout:
+    layout = GroupedLayout(tuple(sizes), padding_rule=variant.padding_rule)
+    if layout.num_experts != case.num_experts:
+        raise ContractError(f"got {layout.num_experts} group sizes, expected {case.num_experts}, one for each expert")
+    if layout.num_rows != case.num_tokens:
+        raise ContractError(
+            f"got group sizes that sum to {layout.num_rows}, expected {case.num_tokens}, the raw rows of {case.name}"
+        )
+    return layout
 
 
-def _block_map(layout: GroupedLayout, variant: Variant) -> tuple[int, ...]:
-    if variant.block_map == "exact":
-        return layout.block_map
-    # As in the operator's earlier public version: room for the worst case, the rest naming the last expert.
-    entries = max(-(-layout.num_rows // layout.block) + layout.num_experts, len(layout.block_map))
-    surplus = itertools.repeat(layout.num_experts - 1, entries - len(layout.block_map))
-    return (*layout.block_map, *surplus)
+def _tokens(
+    layout: GroupedLayout, hidden: int, values: Values, token_poison: TokenPoison, generator: torch.Generator,
+    *, padded: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Tokens of one call on the generator's device: (P, H) fp16, or (N, H) without padding rows."""
+    device, rows = generator.device, layout.num_rows
+    if values != "mixed" and values not in _TOKEN_SCALE:
+        raise ContractError(f"got values={values!r}, expected one of {', '.join(get_args(Values))}")
+    if token_poison not in get_args(TokenPoison):
+        raise ContractError(f"got token_poison={token_poison!r}, expected one of {', '.join(get_args(TokenPoison))}")
+    scale: float | torch.Tensor = _TOKEN_SCALE.get(values, 1.0)
+    if values == "mixed":
+        # Each row its own power of two, so that a relative error of a small row cannot hide behind a large one.
+        scale = torch.exp2(torch.randint(-8, 4, (rows, 1), generator=generator, device=device).float())
+    valid = torch.randn((rows, hidden), generator=generator, device=device).mul_(scale).half()
+    if not padded:
+        return valid
+    fill = float("nan") if token_poison == "nan" else 60000.0 if token_poison == "large" else 0.0
+    tokens = torch.full((layout.num_padded_rows, hidden), fill, dtype=torch.float16, device=device)
+    if token_poison == "large":
+        tokens *= torch.randint(0, 2, tokens.shape, generator=generator, device=device) * 2 - 1
+    tokens[torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=device)] = valid
+    return tokens

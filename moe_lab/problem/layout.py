@@ -8,16 +8,60 @@ padded row ``padded_offsets[e] + r``; mixing the two is the classic mistake.
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from moe_lab.problem.contract import BLOCK_TOKEN, PaddingRule
 from moe_lab.problem.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
+
+Distribution = Literal["balanced", "multinomial", "skewed", "one_expert"]
+DISTRIBUTIONS = cast(tuple[Distribution, ...], get_args(Distribution))
+
+
+def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, seed: int = 0) -> tuple[int, ...]:
+    """Draw how many rows each expert gets.
+
+    Args:
+        distribution: "balanced" (sizes differ by at most one), "multinomial" (each row picks an expert uniformly),
+            "skewed" (Zipf weights 1/rank over shuffled experts) or "one_expert" (one takes all).
+        num_experts: E, at least 1.
+        num_rows: N, at least 0.
+        seed: any integer; balanced sizes need none.
+
+    Returns:
+        E sizes that sum to N.
+
+    Raises:
+        ContractError: for an unknown distribution or sizes out of range.
+
+    >>> group_sizes("balanced", 3, 7)
+    (3, 2, 2)
+    """
+    if num_experts < 1 or num_rows < 0:
+        raise ContractError(f"got {num_experts} experts and {num_rows} rows, expected at least 1 and 0")
+    rng = random.Random(f"{distribution}-{num_experts}-{num_rows}-{seed}")
+    experts = range(num_experts)
+    if distribution == "balanced":
+        drawn = [row % num_experts for row in range(num_rows)]
+    elif distribution == "one_expert":
+        drawn = [rng.randrange(num_experts)] * num_rows
+    elif distribution == "multinomial":
+        drawn = rng.choices(experts, [1.0] * num_experts, k=num_rows)
+    elif distribution == "skewed":
+        weights = [1.0 / rank for rank in range(1, num_experts + 1)]
+        rng.shuffle(weights)
+        drawn = rng.choices(experts, weights, k=num_rows)
+    else:
+        raise ContractError(f"got distribution {distribution!r}, expected one of {', '.join(DISTRIBUTIONS)}")
+    counts = Counter(drawn)
+    return tuple(counts[expert] for expert in experts)
 
 
 @dataclass(frozen=True)
@@ -55,7 +99,7 @@ class GroupedLayout:
                 )
         if self.block < 1:
             raise ContractError(f"got block={self.block}, expected at least 1 row")
-        if self.padding_rule not in ("ceil", "plus_one"):
+        if self.padding_rule not in get_args(PaddingRule):
             raise ContractError(f"got padding_rule={self.padding_rule!r}, expected 'ceil' or 'plus_one'")
         object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
 
@@ -72,19 +116,17 @@ class GroupedLayout:
         Args:
             choices: expert of each (token, k) pair, any shape, integers in [0, num_experts).
             num_experts: E.
-            block: rows of a block.
-            padding_rule: see the class.
+            block, padding_rule: see the class.
 
         Raises:
             ContractError: for a choice outside [0, num_experts).
         """
         flat = choices.flatten().tolist() if hasattr(choices, "flatten") else list(choices)
-        sizes = [0] * num_experts
         for position, expert in enumerate(flat):
             if not 0 <= expert < num_experts:
                 raise ContractError(f"got expert {expert} at position {position}, expected 0 to {num_experts - 1}")
-            sizes[expert] += 1
-        return cls(tuple(sizes), block, padding_rule)
+        counts = Counter(flat)
+        return cls(tuple(counts[expert] for expert in range(num_experts)), block, padding_rule)
 
     @property
     def num_experts(self) -> int:

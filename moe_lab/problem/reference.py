@@ -52,9 +52,19 @@ def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[tor
     return choices, weights / weights.sum(dim=-1, keepdim=True)
 
 
+def expert_hidden(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of one expert: ``silu(x @ gate_w.T) * (x @ up_w.T)``, (rows, I) for x (rows, H)."""
+    return F.silu(x @ gate_w.T) * (x @ up_w.T)
+
+
 def expert_ffn(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> torch.Tensor:
-    """One expert: ``(silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T`` for x (rows, H), in the dtype of the arguments."""
-    return (F.silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T
+    """One expert: its hidden times ``down_w.T``, (rows, H) for x (rows, H), in the dtype of the arguments."""
+    return expert_hidden(x, gate_w, up_w) @ down_w.T
+
+
+def weights_of(experts: Experts | Inputs, expert: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Gate, up and down weights of one expert in another dtype."""
+    return tuple(weights[expert].to(dtype) for weights in (experts.gate_w, experts.up_w, experts.down_w))
 
 
 def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -73,8 +83,7 @@ def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Te
     for token in range(tokens.shape[0]):
         for choice, weight in zip(choices[token].tolist(), weights[token].float(), strict=True):
             x = tokens[token : token + 1].float()
-            w = (experts.gate_w[choice], experts.up_w[choice], experts.down_w[choice])
-            out[token] += weight * expert_ffn(x, *(part.float() for part in w))[0]
+            out[token] += weight * expert_ffn(x, *weights_of(experts, choice))[0]
     return out
 
 
@@ -89,8 +98,7 @@ def moe_per_expert(
     for expert in range(experts.num_experts):
         rows, slots = torch.where(choices == expert)
         if rows.numel():
-            w = (experts.gate_w[expert], experts.up_w[expert], experts.down_w[expert])
-            y = expert_ffn(tokens[rows].float(), *(part.float() for part in w))
+            y = expert_ffn(tokens[rows].float(), *weights_of(experts, expert))
             out.index_add_(0, rows, y * weights[rows, slots, None].float())
     return out
 
@@ -108,15 +116,12 @@ def fused_truth(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Ten
     Source:
         the problem statement's reference: fp32 from fp16 inputs, hidden not rounded to fp16.
     """
-    layout = inputs.layout
+    layout, rows = inputs.layout, inputs.valid_rows
     out = torch.empty(layout.num_rows, inputs.case.hidden, dtype=dtype, device=inputs.out.device)
-    rows = inputs.valid_rows
     for expert, size in enumerate(layout.sizes):
-        start = layout.offsets[expert]
         if size:
-            span = slice(start, start + size)
+            span = slice(layout.offsets[expert], layout.offsets[expert + 1])
             x = inputs.stacked_expert_tokens[rows[span]].to(dtype)
-            w = (inputs.gate_w[expert], inputs.up_w[expert], inputs.down_w[expert])
-            y = expert_ffn(x, *(part.to(dtype) for part in w))
+            y = expert_ffn(x, *weights_of(inputs, expert, dtype))
             out[span] = y * inputs.routed_expert_weights[span, None].to(dtype)
     return out

@@ -6,15 +6,15 @@ routing; ``python -m moe_lab.problem.routings`` writes it again, and a test comp
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from moe_lab.problem.contract import BLOCK_TOKEN, CASES, Case, data_dir
 from moe_lab.problem.errors import DataError
-from moe_lab.problem.tables import load
+from moe_lab.problem.layout import DISTRIBUTIONS, group_sizes
+from moe_lab.problem.submission import write_atomic
+from moe_lab.problem.tables import Integers, load, to_csv
 
 #: Random routings: distribution and how many seeds of it.
 _DRAWN = {"balanced": 1, "multinomial": 3, "skewed": 2, "one_expert": 1}
@@ -22,21 +22,13 @@ _DRAWN = {"balanced": 1, "multinomial": 3, "skewed": 2, "one_expert": 1}
 
 @dataclass(frozen=True)
 class Routing:
-    """How many rows each expert of one case gets.
-
-    Attributes:
-        case: number of the contest's case.
-        name: unique within the case, such as "multinomial-0" or "empty half".
-        distribution: as in :func:`moe_lab.problem.inputs.group_sizes`, or "edge" for a shape made by hand.
-        seed: seed of the draw; None for an edge case.
-        sizes: E integers that sum to the N of the case.
-    """
+    """How many rows each expert of one case gets; "edge" is a shape made by hand and has no seed."""
 
     case: int
     name: str
     distribution: Literal["balanced", "multinomial", "skewed", "one_expert", "edge"]
     seed: int | None
-    sizes: tuple[int, ...]
+    sizes: Integers
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit the case."""
@@ -64,17 +56,15 @@ def _edge_sizes(case: Case) -> dict[str, tuple[int, ...]]:
         "around a block": cycle(BLOCK_TOKEN - 1, BLOCK_TOKEN, BLOCK_TOKEN + 1),
         "around two blocks": cycle(2 * BLOCK_TOKEN - 1, 1, 2 * BLOCK_TOKEN + 1, 0),
         "one row each": cycle(1),
-        "empty half": tuple(0 if expert < half else rows // (experts - half) for expert in range(experts)),
+        "empty half": (0,) * half + (rows // (experts - half),) * (experts - half),
         "empty ends": (0, *cycle(BLOCK_TOKEN)[: experts - 3], rows - BLOCK_TOKEN * (experts - 3), 0),
         # Once taken for the contest's own routing in a public log, then withdrawn there; same N and block count.
-        "64 and 220": tuple(64 if expert % 2 == 0 else 220 for expert in range(experts)),
+        "64 and 220": (64, 220) * half,
     }
 
 
 def make_routings() -> tuple[Routing, ...]:
     """Every routing of ``data/routings/routings.csv``, drawn again."""
-    from moe_lab.problem.inputs import DISTRIBUTIONS, group_sizes
-
     found = []
     for number, case in CASES.items():
         for distribution in DISTRIBUTIONS:
@@ -94,11 +84,10 @@ def routings() -> tuple[Routing, ...]:
         DataError: for a row that does not fit its case, or a name given twice.
     """
     rows = load(data_dir() / "routings" / "routings.csv", Routing)
-    seen: set[tuple[int, str]] = set()
-    for line, row in enumerate(rows, start=2):
-        if (row.case, row.name) in seen:
-            raise DataError(f"routings.csv, line {line}: got {row.name!r} of case {row.case} a second time")
-        seen.add((row.case, row.name))
+    names = [(row.case, row.name) for row in rows]
+    for line, key in enumerate(names, start=2):
+        if key in names[: line - 2]:
+            raise DataError(f"routings.csv, line {line}: got {key[1]!r} of case {key[0]} a second time")
     return rows
 
 
@@ -108,27 +97,11 @@ def routing(case: int, name: str) -> Routing:
     Raises:
         DataError: for a name that the case does not have.
     """
-    names = []
-    for row in routings():
-        if row.case == case:
-            if row.name == name:
-                return row
-            names.append(row.name)
-    raise DataError(f"got routing {name!r} for case {case}, expected one of {', '.join(names) or 'a known case'}")
-
-
-def to_csv(rows: tuple[Routing, ...]) -> str:
-    """The text of the file."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Routing))
-    for row in rows:
-        seed = "" if row.seed is None else row.seed
-        writer.writerow((row.case, row.name, row.distribution, seed, " ".join(map(str, row.sizes))))
-    return text.getvalue()
+    known = {row.name: row for row in routings() if row.case == case}
+    if name not in known:
+        raise DataError(f"got routing {name!r} for case {case}, expected one of {', '.join(known) or 'a known case'}")
+    return known[name]
 
 
 if __name__ == "__main__":
-    from moe_lab.problem.submission import write_atomic
-
     write_atomic(data_dir() / "routings" / "routings.csv", to_csv(make_routings()).encode())

@@ -11,10 +11,12 @@ import ast
 import difflib
 import errno
 import hashlib
+import itertools
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+import types
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,31 +120,24 @@ class Submission:
         A name that is bound twice at module level is left out: rewriting one of them would not mean what it says.
         """
         lines = self.source.encode().splitlines(keepends=True)
-        starts = [0]
-        for line in lines:
-            starts.append(starts[-1] + len(line))
+        starts = list(itertools.accumulate(map(len, lines), initial=0))
+        nodes = [node for node in self.tree.body if isinstance(node, ast.Assign)]
+        targets = [target for node in nodes for target in node.targets]
+        bound = Counter(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
         found: dict[str, Literal] = {}
-        bound: list[str] = []
-        for node in self.tree.body:
-            if not isinstance(node, ast.Assign):
-                continue
-            bound += [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-            target = node.targets[0]
-            if len(node.targets) != 1 or not isinstance(target, ast.Name) or target.id != target.id.upper():
+        for node in nodes:
+            target, right = node.targets[0], node.value
+            if not isinstance(target, ast.Name) or target.id != target.id.upper() or bound[target.id] > 1:
                 continue
             try:
-                value = ast.literal_eval(node.value)
+                value = ast.literal_eval(right)
             except ValueError:
                 continue
-            if not _is_tile_literal(value):
-                continue
-            begin, stop = node.value, node.value
-            found[target.id] = Literal(
-                target.id, value, node.lineno,
-                starts[begin.lineno - 1] + begin.col_offset,
-                starts[(stop.end_lineno or stop.lineno) - 1] + (stop.end_col_offset or 0),
-            )  # fmt: skip
-        return {name: literal for name, literal in found.items() if bound.count(name) == 1}
+            if _is_tile_literal(value) and len(node.targets) == 1:
+                start, end = starts[right.lineno - 1], starts[(right.end_lineno or right.lineno) - 1]
+                end += right.end_col_offset or 0
+                found[target.id] = Literal(target.id, value, node.lineno, start + right.col_offset, end)
+        return found
 
     @property
     def values(self) -> dict[str, LiteralValue]:
@@ -155,22 +150,23 @@ class Submission:
         Raises:
             SubmissionError: for a name that is no literal of this file or a value of another kind.
         """
-        text = self.source.encode()
-        for literal in sorted(self.literals.values(), key=lambda item: -item.start):
-            if literal.name in values and repr(values[literal.name]) != repr(literal.value):
-                value = values[literal.name]
-                if not _is_tile_literal(value) or not _same_kind(value, literal.value):
-                    raise SubmissionError(
-                        f"got {literal.name}={value!r}, expected type {type(literal.value).__name__} as in the source "
-                        f"({literal.value!r})"
-                    )
-                text = text[: literal.start] + repr(value).encode() + text[literal.end :]
         unknown = sorted(set(values) - set(self.literals))
         if unknown:
             raise SubmissionError(
                 f"got {', '.join(unknown)}, expected one of {', '.join(self.literals) or 'no literal at all'} "
                 f"({self.name}), usually because the name is computed or bound twice"
             )
+        text = self.source.encode()
+        for literal in sorted(self.literals.values(), key=lambda item: -item.start):
+            value = values.get(literal.name, literal.value)
+            if repr(value) == repr(literal.value):
+                continue
+            if not _is_tile_literal(value) or not _same_kind(value, literal.value):
+                raise SubmissionError(
+                    f"got {literal.name}={value!r}, expected type {type(literal.value).__name__} as in the source "
+                    f"({literal.value!r})"
+                )
+            text = text[: literal.start] + repr(value).encode() + text[literal.end :]
         return Submission(text.decode(), self.name)
 
     def diff(self, other: Submission) -> str:
@@ -187,6 +183,19 @@ class Submission:
             SubmissionError: if the folder does not exist or cannot be written to.
         """
         return write_atomic(path, self.source.encode())
+
+    def execute(self, folder: Path) -> dict[str, Any]:
+        """Run the text in this process, without any sandbox, and return its module-level names.
+
+        Args:
+            folder: gets ``submission.py``, since TileLang reads the source of a kernel from its file; it has to stay
+                for as long as kernels are built.
+        """
+        path = self.save(folder / "submission.py")
+        module = types.ModuleType("submission")
+        module.__file__ = str(path)
+        exec(compile(self.source, str(path), "exec", dont_inherit=True), module.__dict__)
+        return module.__dict__
 
 
 def read_file(path: Path, most_bytes: int = -1) -> bytes:
@@ -234,23 +243,6 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
             beside.unlink(missing_ok=True)
         raise SubmissionError(f"{given} cannot be written: {error.strerror}; an existing file is unchanged") from None
     return given
-
-
-def parse_values(pairs: Mapping[str, str]) -> dict[str, LiteralValue]:
-    """Turn ``{"BLOCK_K": "64"}`` of a command line into values.
-
-    Raises:
-        SubmissionError: for text that is no Python literal.
-    """
-    values: dict[str, LiteralValue] = {}
-    for name, text in pairs.items():
-        try:
-            values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise SubmissionError(
-                f"got {name}={text}, expected a Python literal such as 64, True or 'Square'"
-            ) from None
-    return values
 
 
 def _is_tile_literal(value: object) -> bool:

@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
-import types
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import DataError
 
 Row = TypeVar("Row")
 
+_SPLIT = BeforeValidator(lambda text: (text or "").split())
+#: A cell of integers separated by spaces; it may be empty.
+Integers = Annotated[tuple[int, ...], _SPLIT]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+#: A time, or nothing.
+Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+
 
 def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
     """Read a CSV file into rows of a dataclass whose fields are its columns, in order.
 
-    A cell is converted by the field's type: ``int``, ``float``, ``str``, a ``Literal`` of texts, ``tuple[int, ...]``
-    (separated by spaces), each also ``| None`` for a cell that may be empty. The row type's own ``__post_init__`` may
-    raise ``ValueError`` for what a single cell cannot show.
+    A cell is converted by the field's type; an empty one is None, which only an optional field takes. The row type's
+    own ``__post_init__`` may raise ``ValueError`` for what a single cell cannot show.
 
     Args:
         path: a UTF-8 file with a header line.
@@ -34,8 +42,7 @@ def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
         DataError: for a missing file, another header, or a row that does not fit; names file, line and column.
     """
     columns = [field.name for field in fields(row_type)]  # type: ignore[arg-type]
-    hints = get_type_hints(row_type)
-    rows = []
+    adapter, rows = TypeAdapter(row_type), []
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
@@ -49,89 +56,61 @@ def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
                         f"{where}: got {len(cells)} cells, expected {len(columns)}, usually because a text with a "
                         "comma has no quotes"
                     )
+                texts = dict(zip(columns, cells, strict=True))
                 try:
-                    values = {name: _cell(name, text, hints[name]) for name, text in zip(columns, cells, strict=True)}
-                    rows.append(row_type(**values))
-                except ValueError as error:
-                    raise DataError(f"{where}: {error}") from None
+                    rows.append(adapter.validate_python({name: text or None for name, text in texts.items()}))
+                except ValidationError as error:
+                    raise DataError(f"{where}: {_sentence(error, texts)}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     return tuple(rows)
 
 
-def _cell(name: str, text: str, kind: Any) -> Any:
-    """Convert one cell.
+def _sentence(error: ValidationError, texts: dict[str, str]) -> str:
+    """ "column X: got Y, expected Z" for the first cell that does not fit, or what the whole row said."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    column = str(first["loc"][0])
+    expected = first["msg"].partition("should be ")[2].partition(",")[0]
+    return f"column {column}: got {texts[column]!r}, expected {expected}"
 
-    Raises:
-        ValueError: "got X, expected Y", naming the column.
-    """
-    options = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
-        if text == "":
-            return None
-        kind = next(option for option in options if option is not type(None))
-        options = get_args(kind)
-    expected = {int: "an integer", float: "a finite number", str: "a text that is not empty"}.get(kind, "")
-    try:
-        if get_origin(kind) is Literal:
-            expected = f"one of {', '.join(options)}"
-            return options[options.index(text)]
-        if get_origin(kind) is tuple:
-            expected = "integers separated by spaces"
-            return tuple(int(part) for part in text.split())
-        value = kind(text)
-        if value == "" or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(text)
-    except ValueError:
-        raise ValueError(f"column {name}: got {text!r}, expected {expected}") from None
-    return value
+
+def to_csv(rows: Sequence[Any]) -> str:
+    """The text of a file that :func:`load` reads: at least one row of one dataclass."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [field.name for field in fields(rows[0])]
+    writer.writerow(names)
+    for row in rows:
+        cells = [getattr(row, name) for name in names]
+        writer.writerow(" ".join(map(str, cell)) if isinstance(cell, tuple) else cell for cell in cells)
+    return text.getvalue()
 
 
 @dataclass(frozen=True)
 class PublishedResult:
-    """One public result of the contest's operator on a C500; a number of other people, none of ours.
-
-    Attributes:
-        label: version name in the source, or a short one of ours.
-        technique: what was done, in our words.
-        case1_ms, case2_ms, case3_ms: mean time of each case.
-        total_ms: sum of the cases, as published or added up.
-        score: points of the contest, 0 to 150.
-        accepted: "yes", "no", "partly" (some cases), "void" (a verdict of the judge, but against
-            the rules), "local" (somebody's own card, not the judge), "shown" (a
-            leaderboard line, nothing else known) or "anchor" (the judge's own baseline).
-        tier: "fast" or "slow" where the source names the judge machine's tier.
-        submission: number of the judge run.
-        approximate: cases whose time the source rounds.
-        source: repository and file.
-        note: what else the source says.
-    """
+    """One public result of the contest's operator on a C500; a number of other people, none of ours."""
 
     label: str
     technique: str
-    case1_ms: float | None
-    case2_ms: float | None
-    case3_ms: float | None
-    total_ms: float | None
-    score: float | None
+    case1_ms: Ms
+    case2_ms: Ms
+    case3_ms: Ms
+    total_ms: Ms
+    score: Annotated[float, Field(ge=0, le=150)] | None
     accepted: Literal["yes", "no", "partly", "void", "local", "shown", "anchor"]
     tier: Literal["fast", "slow"] | None
     submission: int | None
-    approximate: tuple[int, ...]
+    approximate: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], _SPLIT]
     source: str
     note: str | None
 
     def __post_init__(self) -> None:
-        """Refuse times that are not positive and a total that is not the sum of its cases."""
-        times = [self.case1_ms, self.case2_ms, self.case3_ms]
-        _positive(case1_ms=self.case1_ms, case2_ms=self.case2_ms, case3_ms=self.case3_ms, total_ms=self.total_ms)
-        known = [time for time in times if time is not None]
-        if len(known) == 3 and self.total_ms is not None and abs(sum(known) - self.total_ms) > 0.002:
-            raise ValueError(f"got total_ms={self.total_ms}, expected {sum(known):.3f}, the sum of the cases")
-        if self.score is not None and not 0 <= self.score <= 150:
-            raise ValueError(f"got score={self.score}, expected 0 to 150")
-        if not set(self.approximate) <= {1, 2, 3}:
-            raise ValueError(f"got approximate={self.approximate}, expected numbers of cases, 1 to 3")
+        """Refuse a total that is not the sum of its cases."""
+        times = self.times_ms
+        if times and self.total_ms is not None and abs(sum(times) - self.total_ms) > 0.002:
+            raise ValueError(f"got total_ms={self.total_ms}, expected {sum(times):.3f}, the sum of the cases")
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
@@ -143,48 +122,30 @@ class PublishedResult:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """One row of a public tuning table on a C500, for sizes that are not the contest's.
-
-    Attributes:
-        trial: name of the trial in the source.
-        technique: what was changed, in our words.
-        large_ms, small_ms: time of the two sizes (``data/README.md``); total_ms: both together.
-        outcome: "reference", "faster", "same" (within noise), "slower", "mixed" or "failed" (did not compile or run).
-        note: what the source says of it.
-        source: repository and file.
-    """
+    """One row of a public tuning table on a C500, for two sizes that are not the contest's."""
 
     trial: str
     technique: str
-    large_ms: float | None
-    small_ms: float | None
-    total_ms: float | None
+    large_ms: Ms
+    small_ms: Ms
+    total_ms: Ms
     outcome: Literal["reference", "faster", "same", "slower", "mixed", "failed"]
     note: str | None
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse times that are not positive, or missing from a trial that ran."""
-        _positive(large_ms=self.large_ms, small_ms=self.small_ms, total_ms=self.total_ms)
+        """Refuse a trial that ran without a time, and one that failed with one."""
         if (self.total_ms is None) != (self.outcome == "failed"):
             raise ValueError(f"got total_ms={self.total_ms} with outcome {self.outcome!r}, expected a time iff it ran")
 
 
 @dataclass(frozen=True)
 class Lever:
-    """One thing people tried on a C500 and what came of it.
-
-    Attributes:
-        lever: what was changed, in our words.
-        gain_low_percent, gain_high_percent: speed gained (negative: lost); None where only a verdict is known.
-        effect: the published effect in words.
-        verdict: "helps", "hurts", "no effect", "depends" or "fails" (wrong answers, no compile, or against the rules).
-        source: where in the sources.
-    """
+    """One thing people tried on a C500 and what came of it."""
 
     lever: str
-    gain_low_percent: float | None
-    gain_high_percent: float | None
+    gain_low_percent: Finite | None
+    gain_high_percent: Finite | None
     effect: str
     verdict: Literal["helps", "hurts", "no effect", "depends", "fails"]
     source: str
@@ -194,12 +155,6 @@ class Lever:
         low, high = self.gain_low_percent, self.gain_high_percent
         if (low is None) != (high is None) or (low is not None and high is not None and low > high):
             raise ValueError(f"got a gain of {low} to {high} percent, expected both ends or none, the lower first")
-
-
-def _positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"got {name}={value}, expected a time above 0")
 
 
 @functools.cache

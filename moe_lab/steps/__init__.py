@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from moe_lab.problem.contract import Profile
 from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.submission import Submission
 
@@ -34,7 +35,7 @@ class Step:
     branch: Branch
     story: str
     after: str | None
-    profile: Literal["contest", "open"] = "contest"
+    profile: Profile = "contest"
     recommended: bool = False
 
     @property
@@ -72,7 +73,11 @@ STEPS: dict[str, Step] = {
         Step("h4_persistent", "hopper", "one launch that stays, warps told apart by hand", "h3_swapped", "open"),
         Step("h5_heights", "hopper", "each tile at the height that fits it", "h4_persistent", "open"),
         Step(
-            "h6_matrix_stores", "hopper", "one epilogue for all heights, turned by matrix stores", "h5_heights", "open",
+            "h6_matrix_stores",
+            "hopper",
+            "one epilogue for all heights, turned by matrix stores",
+            "h5_heights",
+            "open",
             recommended=True,
         ),
     )

@@ -4,7 +4,8 @@ import pytest
 
 from moe_lab.problem.contract import CASES, data_dir
 from moe_lab.problem.errors import DataError
-from moe_lab.problem.routings import make_routings, routing, routings, to_csv
+from moe_lab.problem.routings import make_routings, routing, routings
+from moe_lab.problem.tables import to_csv
 
 
 def test_the_file_is_what_the_generator_draws():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moe_lab.machine import backend
 from moe_lab.problem.errors import SubmissionError
-from moe_lab.problem.submission import Submission, parse_values
+from moe_lab.problem.submission import Submission
 
 SOURCE = '''"""Größe ☃ in the text moves byte offsets."""
 import torch
@@ -155,9 +155,3 @@ def test_saving_through_a_link_or_into_a_pipe_keeps_the_link_and_the_pipe(tmp_pa
 def test_load_without_the_entry_point_says_so():
     with pytest.raises(SubmissionError, match="got no function run_kernel"):
         backend.load(Submission("a = 1\n"))
-
-
-def test_values_of_a_command_line():
-    assert parse_values({"A": "64", "B": "(1, 2)", "C": "'x'"}) == {"A": 64, "B": (1, 2), "C": "x"}
-    with pytest.raises(SubmissionError, match="got A=sixty"):
-        parse_values({"A": "sixty"})

@@ -8,6 +8,8 @@ from moe_lab.machine.timing import Measurement
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import DataError
 from moe_lab.problem.tables import (
+    Finite,
+    Integers,
     Lever,
     PublishedResult,
     TuningResult,
@@ -22,9 +24,9 @@ from moe_lab.problem.tables import (
 class Row:
     name: str
     count: int
-    time_ms: float | None
+    time_ms: Finite | None
     kind: Literal["a", "b"]
-    sizes: tuple[int, ...]
+    sizes: Integers
 
 
 GOOD = "name,count,time_ms,kind,sizes\nx,1,2.5,a,1 2 3\ny,2,,b,\n"
@@ -43,11 +45,11 @@ def test_cells_take_the_type_of_their_column(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("x,1,", "x,1.5,", "rows.csv, line 2: column count: got '1.5', expected an integer"),
+        ("x,1,", "x,1.5,", "rows.csv, line 2: column count: got '1.5', expected a valid integer"),
         ("2.5", "nan", "line 2: column time_ms: got 'nan', expected a finite number"),
-        (",b,", ",c,", "line 3: column kind: got 'c', expected one of a, b"),
-        ("1 2 3", "1;2", "line 2: column sizes: got '1;2', expected integers separated by spaces"),
-        ("y,2", ",2", "line 3: column name: got '', expected a text"),
+        (",b,", ",c,", "line 3: column kind: got 'c', expected 'a' or 'b'"),
+        ("1 2 3", "1;2", "line 2: column sizes: got '1;2', expected a valid integer"),
+        ("y,2", ",2", "line 3: column name: got '', expected a valid string"),
         ("y,2,", "y,z,2,", "line 3: got 6 cells, expected 5"),
         ("name,", "nom,", "line 1: got columns nom, count"),
     ],
@@ -90,7 +92,13 @@ def test_published_times_agree_with_their_points():
     ("name", "row_type", "old", "new", "message"),
     [
         ("c500_results.csv", PublishedResult, "15.893", "25.893", "line 98: got total_ms=25.893, expected 15.893"),
-        ("c500_tuning.csv", TuningResult, "425.8014", "-1", "line 2: got large_ms=-1.0"),
+        (
+            "c500_tuning.csv",
+            TuningResult,
+            "425.8014",
+            "-1",
+            "column large_ms: got '-1', expected greater than 0",
+        ),
         ("c500_levers.csv", Lever, ",19,20,", ",20,19,", "expected both ends or none"),
     ],
 )
