@@ -117,7 +117,7 @@ def _reasons(kernel: LoweredKernel) -> list[str]:
             f"needs {kernel.shared_bytes} bytes of shared memory, a block of the {device.title} has "
             f"{device.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
         )
-    most = device.threads_per_block or device.threads_per_processor
+    most = device.most_threads_per_block
     if kernel.threads > most:
         reasons.append(f"has {kernel.threads} threads a block, the {device.title} takes {most}")
     return reasons

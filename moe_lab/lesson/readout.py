@@ -206,7 +206,7 @@ def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | Non
 
 
 def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
-    most_threads = (gpu.threads_per_block or gpu.threads_per_processor) if gpu else None
+    most_threads = gpu.most_threads_per_block if gpu else None
     gauges = []
     for kernel in found.kernels:
         for what, need, limit, scale, unit in (

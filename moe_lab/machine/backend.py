@@ -14,11 +14,11 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,8 +34,6 @@ Kind = Literal["cpu", "cuda", "maca"]
 # Pairs of tilelang and apache-tvm-ffi that were seen working. A newer tvm-ffi under an older tilelang ends the process
 # during import, with no Python error.
 _PAIRS: Mapping[str, tuple[str, ...]] = {"0.1.10": ("0.1.10", "0.1.11"), "0.1.15": ("0.1.12",)}
-
-_MACA_PATH = "/opt/maca"
 
 
 @dataclass(frozen=True)
@@ -198,14 +196,9 @@ def load(submission: Submission) -> Callable[..., None]:
         BackendError: if this machine cannot run TileLang.
     """
     prepare()
-    # TileLang reads the source of a prim_func from its file, so the text has to exist on disk.
     folder = Path(tempfile.mkdtemp(prefix="moe_lab_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = submission.save(folder / "submission.py")
-    module = types.ModuleType("submission")
-    module.__file__ = str(path)
-    exec(compile(submission.source, str(path), "exec", dont_inherit=True), module.__dict__)
-    entry: Any = module.__dict__.get(ENTRY_POINT)
+    entry: Any = submission.execute(folder).get(ENTRY_POINT)
     if not callable(entry):
         raise SubmissionError(f"got no function {ENTRY_POINT} in {submission.name}, expected one at module level")
     return entry
@@ -242,41 +235,27 @@ def doctor() -> list[Check]:
     Returns:
         One check for each, in the order to read them. Submissions can run if every required one is ok.
     """
+    torch = _package("torch", "`pip install torch`")
     checks = [
         Check("Python", sys.version_info >= (3, 10), platform.python_version(), "install Python 3.10 or newer"),
-        *_torch_checks(),
+        *([Check("device", True, f"{detect().kind}: {detect().name}")] if torch.ok else []),
+        torch,
         *_tilelang_checks(),
     ]
-    try:
-        kind: Kind | None = detect().kind
-    except BackendError:
-        kind = None
-    if kind == "cpu":
-        checks.append(_compiler_check())
-    elif kind == "cuda":
-        checks.append(_nvcc_check())
-    elif kind == "maca":
-        checks += _maca_checks(os.environ)
+    if torch.ok:
+        checks += {"cpu": _compiler_checks, "cuda": _nvcc_checks, "maca": _maca_checks}[detect().kind]()
     if all(check.ok for check in checks if check.required):
         checks.append(_probe_check())
-    for name, why, required in (
-        ("RestrictedPython", "the judge's sandbox", True),
-        ("jupyterlab", "the notebooks", False),
-    ):
-        version = _version(name)
-        remedy = f"`pip install {name}`: {why} needs it"
-        checks.append(Check(name, version is not None, version or "not installed", remedy, required))
+    checks += [
+        _package("RestrictedPython", "`pip install RestrictedPython`: the judge's sandbox needs it"),
+        _package("jupyterlab", "`pip install jupyterlab`: the notebooks need it", required=False),
+    ]
     return [replace(check, remedy="") if check.ok else check for check in checks]
 
 
-def _torch_checks() -> list[Check]:
-    version = _version("torch")
-    checks = [Check("torch", version is not None, version or "not installed", "`pip install torch`")]
-    if version is not None:
-        backend = detect()
-        found = f"{backend.kind}: {backend.name}"
-        checks.insert(0, Check("device", True, found))
-    return checks
+def _package(name: str, remedy: str, required: bool = True) -> Check:
+    version = _version(name)
+    return Check(name, version is not None, version or "not installed", remedy, required)
 
 
 def _tilelang_checks() -> list[Check]:
@@ -292,17 +271,16 @@ def _tilelang_checks() -> list[Check]:
     return checks
 
 
-def _compiler_check() -> Check:
+def _compiler_checks() -> list[Check]:
     from moe_lab.machine import cpu
 
     try:
-        path = cpu.compiler()
+        return [Check("C++ compiler", True, _first_line([cpu.compiler(), "--version"]))]
     except BackendError as error:
-        return Check("C++ compiler", False, "none", str(error))
-    return Check("C++ compiler", True, _first_line([path, "--version"]))
+        return [Check("C++ compiler", False, "none", str(error))]
 
 
-def _nvcc_check() -> Check:
+def _nvcc_checks() -> list[Check]:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     path = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
     remedy = (
@@ -310,49 +288,43 @@ def _nvcc_check() -> Check:
         "folder into CUDA_HOME; TileLang compiles kernels with it"
     )
     # TileLang also finds the compiler of a pip package, so the probe kernel decides.
-    return Check("nvcc", path is not None, _first_line([path, "--version"]) if path else "none", remedy, required=False)
+    return [Check("nvcc", path is not None, _first_line([path, "--version"]) if path else "none", remedy, False)]
 
 
-def _maca_checks(environment: Mapping[str, str]) -> list[Check]:
-    maca = Path(environment.get("MACA_PATH", _MACA_PATH))
-    llvm = maca / "mxgpu_llvm"
-    wanted: dict[str, tuple[str, ...]] = {
-        "TILELANG_CACHE_DIR": (),
-        "MACA_PATH": (),
-        "LD_LIBRARY_PATH": (str(maca / "lib"), str(llvm / "lib")),
-        "PATH": (str(maca / "bin"), str(llvm / "bin")),
-        "PYTHONPATH": (),
-    }
-    checks = []
-    for name, folders in wanted.items():
-        value = environment.get(name, "")
-        parts = [os.path.normpath(part) for part in value.split(os.pathsep) if part]
-        missing = [folder for folder in folders if os.path.normpath(folder) not in parts]
-        found = f"lacks {', '.join(missing)}" if missing else value or "not set"
-        remedy = "set it before Python starts, see the exports below"
-        # A wheel of the vendor's needs none of them, so the probe kernel decides.
-        checks.append(Check(f"${name}", bool(value) and not missing, found, remedy, required=False))
-    return checks
-
-
-def maca_exports(tilelang_root: str = "$HOME/tilelang", maca_path: str = _MACA_PATH) -> str:
+def maca_exports(tilelang_root: str = "$HOME/tilelang", maca_path: str = "/opt/maca") -> str:
     """Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts.
 
     Args:
         tilelang_root: checkout of the vendor's TileLang; paths differ between machines.
         maca_path: where MACA is installed.
     """
-    return "\n".join(
-        (
-            f'export MACA_PATH="{maca_path}"',
-            f'export TILELANG_ROOT="{tilelang_root}"',
-            'export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"',
-            'export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"',
-            'export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"',
-            'export PATH="$MACA_PATH/bin:$MACA_PATH/mxgpu_llvm/bin:$PATH"',
-            'export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH"',
-        )
-    )
+    return f"""\
+export MACA_PATH="{maca_path}"
+export TILELANG_ROOT="{tilelang_root}"
+export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"
+export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"
+export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"
+export PATH="$MACA_PATH/bin:$MACA_PATH/mxgpu_llvm/bin:$PATH"
+export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH\""""
+
+
+def _maca_checks() -> list[Check]:
+    """One for each variable of :func:`maca_exports` but the checkout, whose place only its owner knows."""
+    wanted: dict[str, list[str]] = {}
+    for name, value in re.findall('export (.*)="(.*)"', maca_exports()):
+        wanted.setdefault(name, []).extend(part for part in value.split(":") if part.startswith("$MACA_PATH/"))
+    del wanted["TILELANG_ROOT"]
+    checks, maca = [], os.environ.get("MACA_PATH", "/opt/maca")
+    for name, folders in wanted.items():
+        value = os.environ.get(name, "")
+        parts = [os.path.normpath(part) for part in value.split(os.pathsep) if part]
+        needed = [os.path.normpath(folder.replace("$MACA_PATH", maca)) for folder in folders]
+        missing = [folder for folder in needed if folder not in parts]
+        found = f"lacks {', '.join(missing)}" if missing else value or "not set"
+        remedy = "set it before Python starts, see the exports below"
+        # A wheel of the vendor's needs none of them, so the probe kernel decides.
+        checks.append(Check(f"${name}", bool(value) and not missing, found, remedy, required=False))
+    return checks
 
 
 def _probe_check() -> Check:

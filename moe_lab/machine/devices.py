@@ -13,7 +13,7 @@ from typing import Literal
 
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import DataError
-from moe_lab.problem.tables import load
+from moe_lab.problem.tables import Finite, load
 
 Quantity = Literal[
     "processors", "lanes", "shared_per_block_bytes", "shared_per_processor_bytes", "shared_reserved_per_block_bytes",
@@ -34,22 +34,13 @@ _REQUIRED: dict[str, tuple[Quantity, ...]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one device.
-
-    Attributes:
-        device: key of the device.
-        quantity: what; the unit is in the name, TFLOP/s are dense with fp32 accumulation, GB/s are 1e9 bytes.
-        basis: "specification", "measured" or "observed".
-        low, high: the range of what the sources say; equal where they agree.
-        source: who says so.
-        note: how it was read, or what disagrees.
-    """
+    """One number of one device, from ``low`` to ``high`` where sources disagree; the unit is in the quantity's name."""
 
     device: str
     quantity: Quantity
     basis: Basis
-    low: float
-    high: float
+    low: Finite
+    high: Finite
     source: str
     note: str | None
 
@@ -107,6 +98,22 @@ class _DeviceRow:
     names: str
 
 
+class _Limit:
+    """A hard limit of a device, read like an attribute: where sources disagree, the smaller number is safe."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._quantity: Quantity = name  # type: ignore[assignment]
+
+    def __get__(self, device: Device, owner: type) -> int:
+        figure = device.figure(self._quantity)
+        if figure is None:
+            raise DataError(
+                f"got no {self._quantity} for {device.title}, expected one in device_figures.csv, usually because a "
+                f"{device.kind} has no such limit"
+            )
+        return int(figure.low)
+
+
 @dataclass(frozen=True)
 class Device:
     """One device.
@@ -120,6 +127,12 @@ class Device:
         kind: "gpu" or "cpu".
         names: how its driver reports it.
         figures: every number known.
+        processors: streaming multiprocessors, compute units, APs, or the cores of a CPU.
+        lanes: threads of a wave (warp): 32 or 64.
+        shared_per_block_bytes, shared_per_processor_bytes: shared memory for one block, and for all of a processor.
+        registers_per_processor, registers_per_thread: 32-bit registers; a thread that needs more spills.
+        threads_per_processor: resident threads of one processor.
+        l2_bytes: second-level cache.
     """
 
     name: str
@@ -131,42 +144,18 @@ class Device:
     names: tuple[str, ...]
     figures: tuple[Figure, ...]
 
+    processors = _Limit()
+    lanes = _Limit()
+    shared_per_block_bytes = _Limit()
+    shared_per_processor_bytes = _Limit()
+    registers_per_processor = _Limit()
+    registers_per_thread = _Limit()
+    threads_per_processor = _Limit()
+    l2_bytes = _Limit()
+
     def figure(self, quantity: Quantity, basis: Basis = "specification") -> Figure | None:
         """One figure, None if no source gives it."""
-        for figure in self.figures:
-            if figure.quantity == quantity and figure.basis == basis:
-                return figure
-        return None
-
-    def _limit(self, quantity: Quantity) -> int:
-        """A hard limit: where sources disagree, the smaller one is safe."""
-        figure = self.figure(quantity)
-        if figure is None:
-            raise DataError(
-                f"got no {quantity} for {self.title}, expected one in device_figures.csv, usually because a "
-                f"{self.kind} has no such limit"
-            )
-        return int(figure.low)
-
-    @property
-    def processors(self) -> int:
-        """Streaming multiprocessors, compute units, APs, or the cores of a CPU."""
-        return self._limit("processors")
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a wave (warp): 32 or 64."""
-        return self._limit("lanes")
-
-    @property
-    def shared_per_block_bytes(self) -> int:
-        """Shared memory that one block can be given."""
-        return self._limit("shared_per_block_bytes")
-
-    @property
-    def shared_per_processor_bytes(self) -> int:
-        """Shared memory of one processor, for all its blocks."""
-        return self._limit("shared_per_processor_bytes")
+        return next((item for item in self.figures if (item.quantity, item.basis) == (quantity, basis)), None)
 
     @property
     def shared_reserved_per_block_bytes(self) -> int:
@@ -175,35 +164,10 @@ class Device:
         return int(figure.low) if figure else 0
 
     @property
-    def registers_per_processor(self) -> int:
-        """32-bit registers of one processor."""
-        return self._limit("registers_per_processor")
-
-    @property
-    def registers_per_thread(self) -> int:
-        """32-bit registers that one thread can hold before it spills."""
-        return self._limit("registers_per_thread")
-
-    @property
-    def threads_per_processor(self) -> int:
-        """Resident threads of one processor."""
-        return self._limit("threads_per_processor")
-
-    @property
-    def threads_per_block(self) -> int | None:
-        """Threads of one block at most; None where no source says."""
-        figure = self.figure("threads_per_block")
-        return int(figure.low) if figure else None
-
-    @property
     def most_threads_per_block(self) -> int:
         """Threads of one block at most; where no source says, as many as a processor holds."""
-        return self.threads_per_block or self.threads_per_processor
-
-    @property
-    def l2_bytes(self) -> int:
-        """Second-level cache."""
-        return self._limit("l2_bytes")
+        figure = self.figure("threads_per_block")
+        return int(figure.low) if figure else self.threads_per_processor
 
     def roof(self, basis: Basis = "specification") -> Roof:
         """The ceilings; of a range the upper end, because a bound must not be beaten.

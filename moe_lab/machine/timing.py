@@ -13,7 +13,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import ContractError, DataError
 from moe_lab.problem.submission import write_atomic
-from moe_lab.problem.tables import load
+from moe_lab.problem.tables import Finite, load, to_csv
 
 Cache = Literal["cold", "dirty", "warm", "uncontrolled"]
 Kind = Literal["step", "submission", "peer", "roof"]
@@ -203,20 +203,9 @@ def speedup(one: Timing, other: Timing) -> Speedup:
 class Measurement:
     """One row of ``data/measurements``: see ``data/README.md`` for the columns.
 
-    Attributes:
-        run: id shared by everything that was timed in turns; only rows of one run may be compared.
-        recorded_at: UTC, ISO 8601.
-        device, driver, versions: what it ran on and with; versions as "name=version", separated by spaces.
-        kind: "step" (ours), "submission" (a file of somebody), "peer" (a library) or "roof" (a plain matmul or copy).
-        name: step, file, library or roof.
-        source_hash: SHA-256 of a step's or submission's text.
-        case, num_experts, hidden, intermediate, num_tokens: the problem.
-        routing: name of the routing; seed: of the inputs.
-        cache: state of the cache before each call.
-        rounds: timed calls.
-        median_ms, low_ms, high_ms: median and its 95% interval.
-        flops: useful operations, or those of the roof; bytes: compulsory bytes, or those of the roof.
-        error: relative error against the fp32 truth (Frobenius norm); empty for a roof.
+    Only rows of one ``run`` were timed in turns and may be compared. ``kind`` is "step" (ours), "submission" (a file
+    of somebody), "peer" (a library) or "roof" (a plain matmul or copy); ``flops`` and ``bytes`` are the useful
+    operations and the compulsory bytes, or those of the roof.
     """
 
     run: str
@@ -236,12 +225,12 @@ class Measurement:
     seed: int
     cache: Cache
     rounds: int
-    median_ms: float
-    low_ms: float
-    high_ms: float
+    median_ms: Finite
+    low_ms: Finite
+    high_ms: Finite
     flops: int
     bytes: int
-    error: float | None
+    error: Finite | None
 
     def __post_init__(self) -> None:
         """Refuse a time that is none, or a median outside its interval."""
@@ -288,20 +277,12 @@ def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
         ContractError: for no rows, or rows of several runs.
         SubmissionError: if the folder cannot be written to.
     """
-    import csv
-    import io
-
     runs = {row.run for row in rows}
     if len(runs) != 1:
         raise ContractError(f"got rows of {len(runs)} runs, expected rows of one")
     folder = folder or measurements_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Measurement))
-    for row in rows:
-        writer.writerow("" if value is None else value for value in astuple(row))
-    return write_atomic(folder / f"{runs.pop()}.csv", text.getvalue().encode())
+    return write_atomic(folder / f"{runs.pop()}.csv", to_csv(rows).encode())
 
 
 def measurements(folder: Path | None = None) -> list[Measurement]:

@@ -116,7 +116,8 @@ def make_inputs(
     integers = (layout.sizes, layout.offsets[:entries], layout.padded_offsets[:entries], block_map)
     placed = [tensor.to(device) for tensor in (tokens, *weights, route_weights)]
     placed += [torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in integers]
-    return Inputs(case, layout, variant, *placed, *[out.to(device)])
+    placed += [out.to(device)]
+    return Inputs(case, layout, variant, *placed)
 
 
 def draw_inputs(

@@ -610,22 +610,24 @@ def test_doctor_knows_pairs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(check.ok for check in backend._tilelang_checks())
 
 
-def test_doctor_checks_the_environment_of_a_metax_machine() -> None:
-    checks = {check.name: check for check in backend._maca_checks({"MACA_PATH": "/maca", "PATH": "/bin:/maca/bin/"})}
-    assert checks["$MACA_PATH"].ok
-    assert "/maca/mxgpu_llvm/bin" in checks["$PATH"].found
-    assert "lacks /maca/bin," not in checks["$PATH"].found
-    assert not checks["$LD_LIBRARY_PATH"].ok
-    exports = backend.maca_exports("/src/tilelang", "/maca")
-    environment = {}
-    for line in exports.splitlines():
-        name, _, value = line.removeprefix("export ").partition("=")
-        environment[name] = os.path.expandvars(value.strip('"')) if "$" not in value else _expand(value, environment)
-    assert all(check.ok for check in backend._maca_checks(environment)), environment
+def test_doctor_checks_the_environment_of_a_metax_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checks(environment: dict[str, str]) -> dict[str, backend.Check]:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", environment)
+            return {check.name: check for check in backend._maca_checks()}
+
+    found = checks({"MACA_PATH": "/maca", "PATH": "/bin:/maca/bin/"})
+    assert found["$MACA_PATH"].ok
+    assert "/maca/mxgpu_llvm/bin" in found["$PATH"].found
+    assert "lacks /maca/bin," not in found["$PATH"].found
+    assert not found["$LD_LIBRARY_PATH"].ok
+    shell = backend.maca_exports("/src/tilelang", "/maca") + "\nenv -0"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env={"PATH": os.defpath})
+    exported = dict(line.split("=", 1) for line in done.stdout.strip("\0").split("\0"))
+    assert [check for check in checks(exported).values() if not check.ok] == []
+    assert set(found) == {"$MACA_PATH", "$TILELANG_CACHE_DIR", "$LD_LIBRARY_PATH", "$PATH", "$PYTHONPATH"}
 
 
-def _expand(value: str, environment: dict[str, str]) -> str:
-    value = value.strip('"')
-    for name in sorted(environment, key=len, reverse=True):
-        value = value.replace(f"${name}", environment[name])
-    return value
+def test_the_readme_shows_the_exports_of_a_metax_machine() -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert f"```bash\n{backend.maca_exports()}\n```" in readme.read_text(encoding="utf-8")
