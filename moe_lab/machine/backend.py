@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from moe_lab.machine import cpu
 from moe_lab.problem.contract import ENTRY_POINT
 from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.submission import Submission
@@ -83,19 +84,11 @@ def detect() -> Backend:
         raise BackendError(f"got no torch ({error}), expected it installed: `pip install torch`") from None
     # AMD's torch answers to "cuda" too; nothing here was tried on it, so it counts as no GPU.
     if not torch.cuda.is_available() or torch.version.hip:
-        return Backend("cpu", _processor_name(), "cpu")
+        names = [*cpu.cpuinfo("model name"), platform.processor(), platform.machine()]
+        return Backend("cpu", next(filter(None, names)), "cpu")
     name = torch.cuda.get_device_name()
     maca = any(word in f"{torch.__version__} {name}".lower() for word in ("metax", "maca"))
     return Backend("maca" if maca else "cuda", name, "cuda")
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -123,8 +116,6 @@ def prepare() -> Backend:
     # It also logs every kernel that it finds in memory again, as for a text that is loaded twice.
     logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
     if backend.kind == "cpu":
-        from moe_lab.machine import cpu
-
         cpu.apply()
     return backend
 
@@ -170,8 +161,6 @@ def versions() -> dict[str, str]:
             found[name] = version
     backend = detect()
     if backend.kind == "cpu":
-        from moe_lab.machine import cpu
-
         with contextlib.suppress(BackendError):
             found["compiler"] = _first_line([cpu.compiler(), "--version"])
     else:
@@ -272,8 +261,6 @@ def _tilelang_checks() -> list[Check]:
 
 
 def _compiler_checks() -> list[Check]:
-    from moe_lab.machine import cpu
-
     try:
         return [Check("C++ compiler", True, _first_line([cpu.compiler(), "--version"]))]
     except BackendError as error:

@@ -140,17 +140,11 @@ def compiler() -> str:
         BackendError: if there is none.
     """
     named = os.environ.get("CXX") or os.environ.get("CC")
-    if named:
-        found = shutil.which(named)
-        if not found:
-            raise BackendError(
-                f"got CXX or CC = {named!r}, expected one program that can be run: unset it or correct it"
-            )
+    found = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None)
+    if found:
         return found
-    for name in ("g++", "clang++", "c++"):
-        found = shutil.which(name)
-        if found:
-            return found
+    if named:
+        raise BackendError(f"got CXX or CC = {named!r}, expected one program that can be run: unset it or correct it")
     raise BackendError(
         "got no C++ compiler, expected g++ or clang++ on the PATH (TileLang compiles kernels for the CPU with it): "
         "`apt-get install g++`, `dnf install gcc-c++` or `conda install gxx`, or point CXX at one"
@@ -164,16 +158,17 @@ def compile_flags() -> list[str]:
     compiler and the processor that ``-march=native`` stands for. A cache folder that two machines share stays right.
     """
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    cpuinfo = Path("/proc/cpuinfo")
-    processor = platform.machine() + platform.processor()
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        processor += "".join(
-            dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
-        )
-    parts = (Path(__file__).read_bytes(), version.encode(), processor.encode())
+    processor = cpuinfo("model name", "flags", "Features")
+    parts = (Path(__file__).read_bytes(), version.encode(), repr((platform.machine(), platform.processor(), processor)).encode())
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{key}"]
+
+
+def cpuinfo(*names: str) -> list[str]:
+    """What Linux says of these fields of its processors, each once; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return list(dict.fromkeys(line.partition(":")[2].strip() for line in lines if line.startswith(names)))
 
 
 @functools.cache
@@ -222,8 +217,20 @@ def _meanings(T: types.ModuleType) -> dict[int, object]:  # noqa: N803
     from tvm import tirx
 
     common = importlib.import_module("tilelang.language.common")
+    new: dict[int, object] = {}
+    for name, function in {**_structure(T, common), **_arithmetic(T)}.items():
+        for facade in (T, common):
+            original = getattr(facade, name, None)
+            # A plain TIR function keeps its own module: TVM's passes call those too.
+            if original is not None and (original is not getattr(tirx, name, None) or name in ("abs", "fabs", "exp10")):
+                new[id(original)] = function
+    return new
+
+
+def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:  # noqa: N803
+    """Memory, loops, tile operators and launches; hints that only a GPU takes are left out."""
     alloc_local, serial, grid, launch = T.alloc_local, T.serial, T.grid, T.Kernel
-    common_copy, common_gemm, if_then_else = common.copy, common.gemm, T.if_then_else
+    common_copy, common_gemm = common.copy, common.gemm
 
     def alloc(shape: Any, dtype: Any, scope: str = "") -> Any:
         return alloc_local(shape, dtype)
@@ -253,46 +260,39 @@ def _meanings(T: types.ModuleType) -> dict[int, object]:  # noqa: N803
             )
         return launch(*blocks, threads=threads)
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
     def use_swizzle(panel_size: int, order: str = "row", enable: bool = True) -> None:
         if order not in ("row", "column", "mlx"):
             raise ValueError(f"got T.use_swizzle(order={order!r}), expected 'row' or 'column'")
 
-    def dropped(name: str) -> Callable[..., None]:
-        def function(*args: Any, **kwargs: Any) -> None:
-            _say(f"T.{name} is dropped on a CPU")
+    return {
+        "alloc_shared": alloc, "alloc_fragment": alloc, "Parallel": parallel, "Pipelined": pipelined, "copy": copy,
+        "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle,
+        "print": lambda *args, **options: _say("T.print is dropped on a CPU"),
+        "device_assert": lambda *args, **options: _say("T.device_assert is dropped on a CPU"),
+        **dict.fromkeys(_NOTHING, lambda *args, **options: None),
+    }  # fmt: skip
 
-        return function
+
+def _arithmetic(T: types.ModuleType) -> dict[str, Any]:  # noqa: N803
+    """Element-wise names that the C backend lacks, by others that it has; rounding modes are those of the CPU."""
+    plain = {f"__{name}": getattr(T, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")}
+    if_then_else = T.if_then_else
 
     def absolute(x: Any, span: Any = None) -> Any:
         return if_then_else(x < 0, -x, x)
 
-    stand_ins: dict[str, Any] = {
-        "alloc_shared": alloc, "alloc_fragment": alloc, "Parallel": parallel, "Pipelined": pipelined, "copy": copy,
-        "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle, "print": dropped("print"),
-        "device_assert": dropped("device_assert"), "abs": absolute, "fabs": absolute,
-        "exp10": lambda x: T.exp2(x * 3.321928094887362), "__exp10": lambda x: T.exp2(x * 3.321928094887362),
+    def exp10(x: Any) -> Any:
+        return T.exp2(x * 3.321928094887362)
+
+    return plain | {
+        "abs": absolute, "fabs": absolute, "exp10": exp10, "__exp10": exp10,
         "fma": lambda x, y, z, *mode: x * y + z, "fmul": lambda x, y, *mode: x * y,
         "fast_rcp": lambda x: 1.0 / x, "__ldg": lambda value, *index: value[index] if index else value,
         "ieee_add": lambda x, y, *mode: x + y, "ieee_sub": lambda x, y, *mode: x - y,
         "ieee_mul": lambda x, y, *mode: x * y, "ieee_fdiv": lambda x, y, *mode: x / y,
         "ieee_fmaf": lambda x, y, z, *mode: x * y + z, "ieee_frcp": lambda x, *mode: 1.0 / x,
         "ieee_fsqrt": lambda x, *mode: T.sqrt(x), "ieee_frsqrt": lambda x, *mode: T.rsqrt(x),
-        **{f"__{name}": getattr(T, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")},
-        **dict.fromkeys(_NOTHING, nothing),
     }  # fmt: skip
-    new: dict[int, object] = {}
-    for name, function in stand_ins.items():
-        for facade in (T, common):
-            original = getattr(facade, name, None)
-            # A plain TIR function keeps its own module: TVM's passes call those too.
-            if original is not None and original is not getattr(tirx, name, None):
-                new[id(original)] = function
-    for name in ("abs", "fabs", "exp10"):
-        new[id(getattr(T, name))] = stand_ins[name]
-    return new
 
 
 def _unknown_name(facade: types.ModuleType, name: str) -> Refused:
@@ -310,20 +310,12 @@ def _unknown_name(facade: types.ModuleType, name: str) -> Refused:
 class _VendorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of other TileLang builds, after everything that is really installed."""
 
-    prefixes = ("tilelang.maca", "tilelang.intrinsics")
-
     def __init__(self, lookup: Callable[[str, str], object]) -> None:
         self._lookup = lookup
 
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if any(fullname == prefix or fullname.startswith(prefix + ".") for prefix in self.prefixes):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        other_build = re.match(r"tilelang\.(maca|intrinsics)(\.|$)", name)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if other_build else None
 
     def exec_module(self, module: types.ModuleType) -> None:
         def missing(name: str) -> object:
