@@ -1,4 +1,4 @@
-"""Show figures in a notebook so that everybody can read them."""
+"""What every figure shares: colours, sizes of text, and how it reaches a notebook so that everybody can read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,60 @@ import io
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by lightness and by the labels.
+BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7",
+)  # fmt: skip
+INK, PALE = "#444444", "#ECECEC"
+
+
+def canvas(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure, row by row of axes, without pyplot's global state.
+
+    Args:
+        width, height: in inches; a notebook page shrinks what is wider than 9.
+        columns, rows: of axes.
+    """
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    return made, list(made.subplots(rows, columns, squeeze=False).flat)
+
+
+def text_size(text: str, size: float) -> tuple[float, float]:
+    """Width and height of text in points, before anything is drawn; what is drawn is not larger but by a hair.
+
+    Args:
+        text: of one or more lines.
+        size: of its type, in points.
+    """
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    lines, kind = text.split("\n"), FontProperties(size=size)
+    widths = [text_to_path.get_text_width_height_descent(line, kind, ismath=False)[0] for line in lines]
+    # Type is set on whole pixels, so some letters are wider than their outlines.
+    return 1.08 * max(widths), 1.25 * size * len(lines)
+
+
+def short_number(value: float, *, zeros: bool = False) -> str:
+    """Three digits that count, and never a power of ten.
+
+    Args:
+        value: what to write.
+        zeros: keep those at the end, as of something that was measured.
+
+    >>> [short_number(value) for value in (0.42204, 0.5, 12.34, 100, 1999.6)]
+    ['0.422', '0.5', '12.3', '100', '2000']
+    >>> [short_number(value, zeros=True) for value in (0.5, 100.2)]
+    ['0.500', '100']
+    """
+    if abs(value) >= 999.5:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".rstrip(".") if zeros else f"{value:.3g}"
 
 
 def show(figure: Figure, description: str) -> None:
@@ -38,11 +91,7 @@ def show(figure: Figure, description: str) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as PNG with a palette of 128 colours: a third of the bytes of a full-colour one, and looks the same.
-
-    Args:
-        figure: what to draw, at 100 dots an inch.
-    """
+    """A figure as PNG with a palette of 128 colours: a third of the bytes of a full-colour one, and looks the same."""
     from PIL import Image
 
     picture, small = io.BytesIO(), io.BytesIO()
