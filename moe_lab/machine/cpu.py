@@ -158,8 +158,8 @@ def compile_flags() -> list[str]:
     compiler and the processor that ``-march=native`` stands for. A cache folder that two machines share stays right.
     """
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    processor = cpuinfo("model name", "flags", "Features")
-    parts = (Path(__file__).read_bytes(), version.encode(), repr((platform.machine(), platform.processor(), processor)).encode())
+    processor = [platform.machine(), platform.processor(), *cpuinfo("model name", "flags", "Features")]
+    parts = (Path(__file__).read_bytes(), version.encode(), repr(processor).encode())
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{key}"]
 
