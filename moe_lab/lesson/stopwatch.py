@@ -150,9 +150,10 @@ def _measure(mine: _Mine, number: int, routing_name: str) -> dict[str, Any]:
         left_out.extend([line] if "left out" in line else [])
 
     baseline = find("s0")
+    texts = {baseline.name: baseline.submission(), mine.name: mine.text}
     timed = {
         candidate.name: timing.median_ms
-        for candidate, timing, _ in time_case(case, sizes, 0, [baseline, mine], rounds, say, alone=True)
+        for candidate, timing, _ in time_case(case, sizes, 0, texts, rounds, say, alone=True)
     }
     if len(timed) < 2:
         raise ExplorerError("; ".join(left_out))

@@ -145,15 +145,16 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
     """Versions that a measurement or a verdict depends on, by name; what is not installed is left out.
 
+    ``more`` names distributions that matter to the caller alone.
     A vendor's TileLang may run from its source tree without being installed; it is then imported and asked.
     """
     import moe_lab
 
     found = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
-    for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython"):
+    for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython", *more):
         version = _version(name)
         if version is None and name == "tilelang" and importlib.util.find_spec("tilelang"):
             version = str(importlib.import_module("tilelang").__version__)

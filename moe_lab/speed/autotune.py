@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_lab.machine import backend
 from moe_lab.machine.devices import Device, reported_as
-from moe_lab.machine.timing import speedup
+from moe_lab.machine.timing import Timing, speedup
 from moe_lab.model import tiles
 from moe_lab.model.choices import choices
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import ContractError, MoeLabError, SubmissionError
-from moe_lab.problem.inputs import group_sizes
+from moe_lab.problem.layout import group_sizes
 from moe_lab.problem.submission import LiteralValue, Submission, write_atomic
 from moe_lab.speed.bench import time_case
 
@@ -51,15 +52,6 @@ class Tuned:
     failed: int
 
 
-@dataclass(frozen=True)
-class _Rung:
-    name: str
-    text: Submission
-
-    def submission(self) -> Submission:
-        return self.text
-
-
 def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[str, tuple[LiteralValue, ...]]:
     """The values to try for each literal, as the tile explorer offers them.
 
@@ -71,14 +63,12 @@ def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[s
         ContractError: for a name that has no choice.
     """
     found = {item.name: item.values for item in choices(submission) if len(item.values) > 1}
-    if names is None:
-        return {name: values for name, values in found.items() if name not in _FIXED}
-    unknown = [name for name in names if name not in found]
+    unknown = [name for name in names or () if name not in found]
     if unknown:
         raise ContractError(
             f"got {', '.join(unknown)}, expected literals with a choice: {', '.join(found) or 'this file has none'}"
         )
-    return {name: found[name] for name in names}
+    return {name: found[name] for name in ([n for n in found if n not in _FIXED] if names is None else names)}
 
 
 def why_not(submission: Submission, case: Case, sizes: Sequence[int], device: Device | None) -> str:
@@ -90,31 +80,23 @@ def why_not(submission: Submission, case: Case, sizes: Sequence[int], device: De
         sizes: rows of each expert.
         device: a GPU, or None on a CPU, which has no such limits.
     """
-    if device is None:
-        return ""
-    reasons = [
-        reason
-        for kernel in tiles.fit(tiles.resources(submission, case, sizes), device).kernels
-        for reason in kernel.reasons
-    ]
-    return "; ".join(reasons)
+    kernels = tiles.fit(tiles.resources(submission, case, sizes), device).kernels if device else ()
+    return "; ".join(reason for kernel in kernels for reason in kernel.reasons)
 
 
 def tune(
     submission: Submission,
     case: Case,
     *,
-    sizes: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
     rounds: int = 9,
     say: Callable[[str], None] = print,
 ) -> Tuned:
-    """Search, and remember what was found.
+    """Search with sizes drawn multinomially, and remember what was found.
 
     Args:
         submission: where to start.
         case: the problem.
-        sizes: rows of each expert; drawn multinomially by default.
         names: literals to vary, in order; see :func:`offers`.
         rounds: timed calls of each configuration.
         say: gets one line at a time.
@@ -127,55 +109,90 @@ def tune(
         SubmissionError: if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary.
         BackendError: if this machine cannot run TileLang.
     """
-    where = backend.prepare()
+    backend.prepare()
     _load(submission)
     offered = offers(submission, names)
     if not offered:
         raise SubmissionError(
             f"got no literal with a choice in {submission.name}, expected one at module level such as BLOCK_K = 64"
         )
-    sizes = tuple(sizes) if sizes is not None else group_sizes("multinomial", case.num_experts, case.num_tokens)
-    device = reported_as(where.name) if where.kind != "cpu" else None
-    best: dict[str, LiteralValue] = {}
-    counts = {"timed": 0, "pruned": 0, "failed": 0}
-    median = own = 0.0
-    _check(submission, case, sizes)
+    search = _Search(submission, case, rounds, say)
+    search.check()
     for name, values in offered.items():
-        rungs = {"source": _Rung("source", submission), "best": _Rung("best", submission.with_literals(**best))}
-        tried: dict[str, LiteralValue] = {}
-        for value in values:
-            if value == rungs["best"].text.values[name]:
-                continue
-            text = submission.with_literals(**{**best, name: value})
-            reason = why_not(text, case, sizes, device)
-            if reason:
-                counts["pruned"] += 1
-                say(f"{name}={value!r} pruned: {reason}")
-                continue
-            tried[f"{name}={value!r}"] = value
-            rungs[f"{name}={value!r}"] = _Rung(f"{name}={value!r}", text)
-        timed = time_case(case, sizes, 0, list(rungs.values()), rounds, say, alone=True)
-        timings = {candidate.name: timing for candidate, timing, _ in timed}
-        if "source" not in timings or "best" not in timings:
-            raise _unfit(submission, "it was right once, and then it was not")
-        winner = min(timings, key=lambda key: timings[key].median_ms)
-        counts["timed"] += len(timings) - 2
-        counts["failed"] += len(rungs) - len(timings)
-        if winner in tried and speedup(timings[winner], timings["best"]).low > 1:
-            best[name] = tried[winner]
-            say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
-        else:
-            winner = "best"
-        median, own = timings[winner].median_ms, timings["source"].median_ms
-    changed = {name: value for name, value in best.items() if value != submission.values[name]}
-    # With nothing changed both figures are of one text, and their difference is noise.
-    result = Tuned(changed, median if changed else own, own, **counts)
+        search.vary(name, values)
+    result = search.result()
     try:
         _remember(submission, case, result)
     # What was found took minutes, and is worth more than its record.
     except (OSError, MoeLabError) as error:
         say(f"fused_moe will not find this again: {error}")
     return result
+
+
+class _Search:
+    """The best literals so far, and how many configurations were tried."""
+
+    def __init__(self, submission: Submission, case: Case, rounds: int, say: Callable[[str], None]) -> None:
+        self._submission, self._case, self._rounds, self._say = submission, case, rounds, say
+        self._sizes = group_sizes("multinomial", case.num_experts, case.num_tokens)
+        where = backend.detect()
+        self._device = reported_as(where.name) if where.kind != "cpu" else None
+        self._best: dict[str, LiteralValue] = {}
+        self._counts = {"timed": 0, "pruned": 0, "failed": 0}
+        self._median = self._own = 0.0
+
+    def check(self) -> None:
+        """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
+        said: list[str] = []
+        try:
+            right = self._time({"source": self._submission}, 1, said.append)
+        except SystemExit:
+            raise self._unfit("run_kernel ends Python") from None
+        if not right:
+            raise self._unfit(next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
+
+    def vary(self, name: str, values: Sequence[LiteralValue]) -> None:
+        """Time all values of one literal in turns, and keep the fastest if it is faster beyond the noise."""
+        best = self._submission.with_literals(**self._best)
+        rungs = {"source": self._submission, "best": best}
+        tried = {}
+        for value in values:
+            if value == best.values[name]:
+                continue
+            label, text = f"{name}={value!r}", best.with_literals(**{name: value})
+            reason = why_not(text, self._case, self._sizes, self._device)
+            if reason:
+                self._counts["pruned"] += 1
+                self._say(f"{label} pruned: {reason}")
+            else:
+                tried[label], rungs[label] = value, text
+        timings = self._time(rungs, self._rounds, self._say)
+        if "source" not in timings or "best" not in timings:
+            raise self._unfit("it was right once, and then it was not")
+        winner = min(timings, key=lambda key: timings[key].median_ms)
+        self._counts["timed"] += len(timings) - 2
+        self._counts["failed"] += len(rungs) - len(timings)
+        if winner in tried and speedup(timings[winner], timings["best"]).low > 1:
+            self._best[name] = tried[winner]
+            self._say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
+        else:
+            winner = "best"
+        self._median, self._own = timings[winner].median_ms, timings["source"].median_ms
+
+    def result(self) -> Tuned:
+        changed = {name: value for name, value in self._best.items() if value != self._submission.values[name]}
+        # With nothing changed both figures are of one text, and their difference is noise.
+        return Tuned(changed, self._median if changed else self._own, self._own, **self._counts)
+
+    def _time(self, rungs: dict[str, Submission], rounds: int, say: Callable[[str], None]) -> dict[str, Timing]:
+        timed = time_case(self._case, self._sizes, 0, rungs, rounds, say, alone=True)
+        return {candidate.name: timing for candidate, timing, _ in timed}
+
+    def _unfit(self, why: str) -> ContractError:
+        return ContractError(
+            f"got {self._submission.name}, which does not run or is wrong on this machine ({why}), expected a file "
+            "that `moe-lab judge` accepts"
+        )
 
 
 def _load(submission: Submission) -> None:
@@ -191,24 +208,6 @@ def _load(submission: Submission) -> None:
         ) from None
 
 
-def _check(submission: Submission, case: Case, sizes: tuple[int, ...]) -> None:
-    """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
-    said: list[str] = []
-    try:
-        right = bool(time_case(case, sizes, 0, [_Rung("source", submission)], 1, said.append, alone=True))
-    except SystemExit:
-        raise _unfit(submission, "run_kernel ends Python") from None
-    if not right:
-        raise _unfit(submission, next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
-
-
-def _unfit(submission: Submission, why: str) -> ContractError:
-    return ContractError(
-        f"got {submission.name}, which does not run or is wrong on this machine ({why}), expected a file that "
-        "`moe-lab judge` accepts"
-    )
-
-
 def tuned(submission: Submission, case: Case) -> Submission:
     """A submission with the literals that :func:`tune` found for this device, versions, source and shape, if it did.
 
@@ -216,14 +215,13 @@ def tuned(submission: Submission, case: Case) -> Submission:
         submission: the source that was tuned.
         case: the shape; the number of rows does not matter, only E, H and I do.
     """
-    found = _read().get(_key(submission, case))
-    if not isinstance(found, Mapping):
-        return submission
     try:
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in found["values"].items()}
-        return submission.with_literals(**values)
-    # A cache that somebody edited must not keep the layer from running.
-    except (MoeLabError, KeyError, AttributeError):
+        values = _read()[_key(submission, case)]["values"]
+        return submission.with_literals(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        )
+    # Nothing was found yet; nor must a cache that somebody edited keep the layer from running.
+    except (MoeLabError, KeyError, TypeError, AttributeError):
         return submission
 
 
@@ -241,7 +239,7 @@ def _key(submission: Submission, case: Case) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _read() -> dict[str, object]:
+def _read() -> dict[str, Any]:
     try:
         found = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):

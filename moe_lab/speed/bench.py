@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import platform
 import shutil
 import signal
@@ -17,10 +16,10 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -121,28 +120,40 @@ def run(
     # Before anything is said, so that a wrong name is one sentence and not the end of a run.
     drawn = {case: _sizes(case, routing) for case in problems}
     rows: list[Measurement] = []
-    run_id, recorded_at = new_run()
-    say(f"run {run_id} on {where.name}" + (" (CPU: shows the harness, says nothing about a GPU)" if on_cpu else ""))
-    versions = " ".join(f"{name}={value.replace(' ', '_')}" for name, value in _versions().items())
+    common = _record_of_a_run(where) | {"routing": routing, "seed": seed}
+    say(f"run {common['run']} on {where.name}" + " (CPU: shows the harness, says nothing about a GPU)" * on_cpu)
+    rungs = {entry.name: entry.submission() for entry in chosen}
     for case, sizes in drawn.items():
-        timed = time_case(case, sizes, seed, chosen, rounds or (5 if on_cpu else 25), say)
-        for candidate, timing, error in timed:
-            rows.append(
-                Measurement(
-                    run=run_id, recorded_at=recorded_at, device=where.name, driver=_driver(), versions=versions,
-                    kind=candidate.kind, name=candidate.name, source_hash=candidate.source_hash, case=case.name,
-                    num_experts=case.num_experts, hidden=case.hidden, intermediate=case.intermediate,
-                    num_tokens=case.num_tokens, routing=routing, seed=seed, cache=timing.cache,
-                    rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms,
-                    high_ms=timing.high_ms, flops=candidate.flops, bytes=candidate.bytes, error=error,
-                )
-            )  # fmt: skip
-        for line in render([row for row in rows if row.case == case.name]):
+        timed = time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say)
+        found = [_row(common, case, candidate, timing, error) for candidate, timing, error in timed]
+        rows += found
+        for line in render(found):
             say(line)
         # After every case, so that a run cut short keeps what it has.
         path = record(rows, folder)
     say(f"recorded {len(rows)} rows in {path}")
     return rows
+
+
+def _record_of_a_run(where: backend.Backend) -> dict[str, Any]:
+    """The columns that are the same for every row of a run that begins now."""
+    run_id, recorded_at = new_run()
+    versions = backend.versions("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
+    return {
+        "run": run_id, "recorded_at": recorded_at, "device": where.name, "driver": _driver(),
+        "versions": " ".join(f"{name}={value.replace(' ', '_')}" for name, value in versions.items()),
+    }  # fmt: skip
+
+
+def _row(
+    common: Mapping[str, Any], case: Case, candidate: Candidate, timing: Timing, error: float | None
+) -> Measurement:
+    return Measurement(
+        **common, kind=candidate.kind, name=candidate.name, source_hash=candidate.source_hash, case=case.name,
+        num_experts=case.num_experts, hidden=case.hidden, intermediate=case.intermediate, num_tokens=case.num_tokens,
+        cache=timing.cache, rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms,
+        high_ms=timing.high_ms, flops=candidate.flops, bytes=candidate.bytes, error=error,
+    )  # fmt: skip
 
 
 def _steps_for(where: backend.Backend) -> list[Step]:
@@ -163,16 +174,6 @@ def _sizes(case: Case, name: str) -> tuple[int, ...]:
     return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
 
 
-def _versions() -> dict[str, str]:
-    found = backend.versions()
-    for name in ("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _driver() -> str:
     """Version of the GPU's driver, or of the operating system's kernel on a CPU."""
     if backend.detect().kind == "cpu":
@@ -184,17 +185,6 @@ def _driver() -> str:
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
     return next(iter(done.stdout.split()), "unknown")
-
-
-class Rung(Protocol):
-    """What can be timed beside the peers: a step, or a step with other literals."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in the record."""
-
-    def submission(self) -> Submission:
-        """Its text."""
 
 
 @contextlib.contextmanager
@@ -220,7 +210,7 @@ def time_case(
     case: Case,
     sizes: tuple[int, ...],
     seed: int,
-    rungs: Sequence[Rung],
+    rungs: Mapping[str, Submission],
     rounds: int,
     say: Callable[[str], None],
     *,
@@ -232,7 +222,7 @@ def time_case(
         case: the problem.
         sizes: rows of each expert.
         seed: of the first input set.
-        rungs: what is ours.
+        rungs: what is ours, by the name that the record gets.
         rounds: timed calls of each.
         say: gets one line at a time, also why something was left out.
         alone: leave the peers and the roofs out.
@@ -247,29 +237,14 @@ def time_case(
         for number in range(_sets_that_fit(case, sizes, len(rungs)))
     ]
     truths = [fused_truth(inputs) for inputs in sets]
-    candidates: list[Candidate] = []
-    sources: list[Rung | Peer] = [*rungs, *(() if alone else PEERS)]
-    for source in sources:
-        name = source.name
-        missing = source.missing(not on_cpu) if isinstance(source, Peer) else ""
+    makers = {name: functools.partial(_of_rung, name, submission, sets) for name, submission in rungs.items()}
+    for peer in () if alone else PEERS:
+        missing = peer.missing(not on_cpu)
         if missing:
-            say(f"{case.name}: {name} left out: {missing}")
-            continue
-        if isinstance(source, Peer):
-            say(f"{case.name}: {name} gets ready, within {_READY_S:g} s or not at all")
-        started = time.perf_counter()
-        try:
-            with _at_most(_READY_S):
-                candidate = _of_peer(source, sets) if isinstance(source, Peer) else _of_rung(source, sets)
-                wrong = _check(candidate, truths)
-        # A peer or a step that does not compile or run here must not end the others' measurement.
-        except Exception as failure:  # noqa: BLE001
-            wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
-        if wrong:
-            say(f"{case.name}: {name} left out: {wrong}")
-            continue
-        say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
-        candidates.append(candidate)
+            say(f"{case.name}: {peer.name} left out: {missing}")
+        else:
+            makers[peer.name] = functools.partial(_of_peer, peer, sets, say)
+    candidates = list(filter(None, (_ready(case, name, make, truths, say) for name, make in makers.items())))
     if not alone:
         candidates += _roofs(on_cpu)
         if not on_cpu:
@@ -280,18 +255,36 @@ def time_case(
     )
     timed: list[tuple[Candidate, Timing, float | None]] = []
     for candidate in candidates:
-        if candidate.results is None:
-            timed.append((candidate, timings[candidate.name], None))
-            continue
-        # The last timed calls left their results: right before the clock ran and right after.
-        wrong = _check(candidate, truths, call=False)
-        if wrong:
-            say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
-            continue
-        error = max(_error(result(), truth) for result, truth in zip(candidate.results, truths, strict=True))
+        error = None
+        if candidate.results is not None:
+            # The last timed calls left their results: right before the clock ran and right after.
+            wrong = _check(candidate, truths, call=False)
+            if wrong:
+                say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
+                continue
+            error = max(_error(result(), truth) for result, truth in zip(candidate.results, truths, strict=True))
         timed.append((candidate, timings[candidate.name], error))
     forget_copies()
     return timed
+
+
+def _ready(
+    case: Case, name: str, make: Callable[[], Candidate], truths: Sequence[torch.Tensor], say: Callable[[str], None]
+) -> Candidate | None:
+    """A candidate whose first calls were right and came in time, or None once it is said why there is none."""
+    started = time.perf_counter()
+    try:
+        with _at_most(_READY_S):
+            candidate = make()
+            wrong = _check(candidate, truths)
+    # A peer or a step that does not compile or run here must not end the others' measurement.
+    except Exception as failure:  # noqa: BLE001
+        wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    if wrong:
+        say(f"{case.name}: {name} left out: {wrong}")
+        return None
+    say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
+    return candidate
 
 
 def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
@@ -305,39 +298,30 @@ def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
     return max(1, min(3, int(0.7 * free / (2.2 * weights + results))))
 
 
-def _of_rung(rung: Rung, sets: Sequence[Inputs]) -> Candidate:
-    submission = rung.submission()
+def _of_rung(name: str, submission: Submission, sets: Sequence[Inputs]) -> Candidate:
     entry = backend.load(submission)
     # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
     own = [inputs.with_out(torch.full_like(inputs.out, float("nan"))) for inputs in sets]
-    return _candidate(
-        "step", rung.name, submission.source_hash, sets[0], [functools.partial(entry, *inputs.args) for inputs in own],
-        [functools.partial(_valid_rows, inputs) for inputs in own],
-    )  # fmt: skip
+    calls = tuple(functools.partial(entry, *inputs.args) for inputs in own)
+    results = tuple(functools.partial(lambda inputs: inputs.out[inputs.valid_rows], inputs) for inputs in own)
+    return Candidate("step", name, submission.source_hash, calls, results, *_work(sets[0]))
 
 
-def _valid_rows(inputs: Inputs) -> torch.Tensor:
-    return inputs.out[inputs.valid_rows]
-
-
-def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
+def _of_peer(peer: Peer, sets: Sequence[Inputs], say: Callable[[str], None]) -> Candidate:
+    say(f"{sets[0].case.name}: {peer.name} gets ready, within {_READY_S:g} s or not at all")
     results: dict[int, torch.Tensor] = {}
 
     def keep(number: int, call: Callable[[], torch.Tensor]) -> None:
         results[number] = call()
 
-    calls = [functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets)]
-    return _candidate(
-        "peer", peer.name, None, sets[0], calls, [functools.partial(results.__getitem__, n) for n in range(len(sets))]
-    )
+    calls = tuple(functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets))
+    kept = tuple(functools.partial(results.__getitem__, number) for number in range(len(sets)))
+    return Candidate("peer", peer.name, None, calls, kept, *_work(sets[0]))
 
 
-def _candidate(
-    kind: Kind, name: str, source_hash: str | None, inputs: Inputs, calls: Sequence[Callable[[], Any]],
-    results: Sequence[Callable[[], torch.Tensor]],
-) -> Candidate:  # fmt: skip
+def _work(inputs: Inputs) -> tuple[int, int]:
     done = work(inputs.case, inputs.layout.sizes).whole
-    return Candidate(kind, name, source_hash, tuple(calls), tuple(results), done.flops, int(done.bytes))
+    return done.flops, int(done.bytes)
 
 
 def _roofs(on_cpu: bool) -> list[Candidate]:
@@ -446,35 +430,50 @@ def summary_rows(folder: Path | None = None) -> list[Measurement]:
     Raises:
         DataError: if no recorded run qualifies.
     """
-    return [row for runs in _runs_of_cases(folder) for row in _ladder(runs)]
+    return [row for runs in _runs_of_cases(folder) for row in _ladder(runs).rows]
 
 
-def _ladder(runs: Sequence[list[Measurement]]) -> list[Measurement]:
-    """The run that stands for the ladder, of all complete runs of a case."""
-    counted, rival = _most_recommended(runs), _fastest_peer(runs)
-    held = [(rival in _names(run, "peer"), len(_names(run, "step")), run[0].run) for run in counted]
-    return counted[held.index(max(held))]
+@dataclass(frozen=True)
+class _Run:
+    """The rows of one run and case that has steps, peers and both roofs."""
+
+    rows: list[Measurement]
+
+    def names(self, kind: Kind) -> list[str]:
+        return [row.name for row in self.rows if row.kind == kind]
+
+    def fastest(self, kind: Kind) -> Measurement:
+        return min((row for row in self.rows if row.kind == kind), key=lambda row: row.median_ms)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.names("step") and self.names("peer") and len(self.names("roof")) > 1)
+
+    @property
+    def bound_ratio(self) -> float:
+        return self.fastest("step").median_ms / bound_ms(self.rows)
+
+    @property
+    def peer_ratio(self) -> float:
+        return self.fastest("peer").median_ms / self.fastest("step").median_ms
 
 
-def _runs_of_cases(folder: Path | None) -> list[list[list[Measurement]]]:
+def _runs_of_cases(folder: Path | None) -> list[list[_Run]]:
     """Of each contest case the recorded GPU runs with steps, peers and both roofs, oldest first.
 
     Only those with routing :data:`DEFAULT_ROUTING` and cold inputs, and on the device of the newest of them.
     """
     rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
-    found: list[list[list[Measurement]]] = []
+    found: list[list[_Run]] = []
     for case in CASES.values():
         sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
-        runs: dict[str, list[Measurement]] = {}
+        grouped: dict[str, list[Measurement]] = {}
         for row in rows:
             if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == sizes:
-                runs.setdefault(row.run, []).append(row)
-        complete = [
-            run for _, run in sorted(runs.items())
-            if _names(run, "step") and _names(run, "peer") and len(_names(run, "roof")) > 1
-        ]  # fmt: skip
+                grouped.setdefault(row.run, []).append(row)
+        complete = [run for run in (_Run(grouped[name]) for name in sorted(grouped)) if run.is_complete]
         if complete:
-            found.append([run for run in complete if run[0].device == complete[-1][0].device])
+            found.append([run for run in complete if run.rows[0].device == complete[-1].rows[0].device])
     if not found:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
@@ -483,20 +482,24 @@ def _runs_of_cases(folder: Path | None) -> list[list[list[Measurement]]]:
     return found
 
 
-def _names(rows: Sequence[Measurement], kind: Kind) -> list[str]:
-    return [row.name for row in rows if row.kind == kind]
-
-
-def _most_recommended(runs: Sequence[list[Measurement]]) -> list[list[Measurement]]:
+def _most_recommended(runs: Sequence[_Run]) -> list[_Run]:
     """The runs that hold the most of the steps that are recommended today."""
-    held = [sum(name in STEPS and STEPS[name].recommended for name in _names(run, "step")) for run in runs]
+    held = [sum(name in STEPS and STEPS[name].recommended for name in run.names("step")) for run in runs]
     return [run for run, number in zip(runs, held, strict=True) if number == max(held)]
 
 
-def _fastest_peer(runs: Sequence[Sequence[Measurement]]) -> str:
+def _fastest_peer(runs: Sequence[_Run]) -> str:
     """Name of the peer that came nearest to the bound of its run."""
-    peers = [(_fastest(run, "peer"), bound_ms(run)) for run in runs]
-    return min((peer.median_ms / bound, peer.name) for peer, bound in peers)[1]
+    return min((run.fastest("peer").median_ms / bound_ms(run.rows), run.fastest("peer").name) for run in runs)[1]
+
+
+def _ladder(runs: Sequence[_Run]) -> _Run:
+    """The run that stands for the ladder, of all complete runs of a case."""
+    rival = _fastest_peer(runs)
+    return max(
+        _most_recommended(runs),
+        key=lambda run: (rival in run.names("peer"), len(run.names("step")), run.rows[0].run),
+    )
 
 
 def summary(folder: Path | None = None) -> list[str]:
@@ -512,18 +515,16 @@ def summary(folder: Path | None = None) -> list[str]:
     """
     lines = []
     for runs in _runs_of_cases(folder):
-        counted, rival, ladder = _most_recommended(runs), _fastest_peer(runs), _ladder(runs)
-        beside = _most_recommended([run for run in runs if rival in _names(run, "peer")])
-        bounds = [_fastest(run, "step").median_ms / bound_ms(run) for run in counted]
-        peers = [_fastest(run, "peer").median_ms / _fastest(run, "step").median_ms for run in beside]
+        rival, ladder = _fastest_peer(runs), _ladder(runs)
+        beside = _most_recommended([run for run in runs if rival in run.names("peer")])
+        bounds, peers = [run.bound_ratio for run in _most_recommended(runs)], [run.peer_ratio for run in beside]
         rivals = ladder if ladder in beside else beside[-1]
-        (number,) = (number for number, case in CASES.items() if case.name == ladder[0].case)
-        ours, peer, step = _fastest(ladder, "step"), _fastest(rivals, "peer"), _fastest(rivals, "step")
-        bound, other = bound_ms(ladder), "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {step.run}"
+        ours, peer, step = ladder.fastest("step"), rivals.fastest("peer"), rivals.fastest("step")
+        other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {step.run}"
         lines.append(
-            f"case {number} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ours.run}: "
-            f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / bound:.3f} x bound {bound:.4f} ms, best peer "
-            f"{peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {step.name}{other}"
+            f"{ours.case} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ours.run}: "
+            f"{ours.name} {ours.median_ms:.4f} ms = {ladder.bound_ratio:.3f} x bound {bound_ms(ladder.rows):.4f} ms, "
+            f"best peer {peer.name} {peer.median_ms:.4f} ms = {rivals.peer_ratio:.3f} x {step.name}{other}"
         )
     return lines
 
@@ -532,7 +533,3 @@ def _spread(ratios: Sequence[float]) -> str:
     """Median, extremes and how many: ``1.087 [1.061 to 1.123, 6 runs]``."""
     runs = f"{len(ratios)} run{'s' * (len(ratios) > 1)}"
     return f"{statistics.median(ratios):.3f} [{min(ratios):.3f} to {max(ratios):.3f}, {runs}]"
-
-
-def _fastest(rows: Sequence[Measurement], kind: Kind) -> Measurement:
-    return min((row for row in rows if row.kind == kind), key=lambda row: row.median_ms)

@@ -7,23 +7,17 @@ The submission runs as it is, without the judge's sandbox: it is for your own co
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
+from moe_lab.machine import backend
+from moe_lab.machine.child import Child, ChildError
 from moe_lab.problem.contract import Case
-from moe_lab.problem.errors import BackendError, ContractError, MoeLabError
+from moe_lab.problem.errors import BackendError, ContractError
 from moe_lab.problem.submission import Submission
-
-#: Begins the line that is ours: whatever else the process prints belongs to the submission or to TileLang.
-_MARK = "moe_lab first call "
 
 
 @dataclass(frozen=True)
@@ -68,34 +62,21 @@ def first_calls(
     if calls < 1:
         raise ContractError(f"got calls={calls}, expected at least 1")
     request = {
-        "source": submission.source, "name": submission.name, "calls": calls, "sizes": list(sizes),
-        "case": [case.name, case.num_experts, case.hidden, case.intermediate, case.num_tokens],
+        "source": submission.source, "name": submission.name, "case": astuple(case), "sizes": list(sizes),
+        "calls": calls,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="moe_lab_first_call_") as folder:
         runs, there = [], 0
         for words in ("with nothing compiled", "with the kernel on disk"):
             say(f"{submission.name}: a new process {words}")
-            times_ms = _in_a_process(request, folder)
+            try:
+                with Child("moe_lab.speed.first_call:times_ms", environment={"TILELANG_CACHE_DIR": folder}) as child:
+                    times = child.ask(request)
+            except ChildError as error:
+                raise BackendError(f"{submission.name} does not run here: {error}") from None
             before, there = there, _kernels(Path(folder))
-            runs.append(Calls(times_ms, there - before))
+            runs.append(Calls(tuple(times), there - before))
     return runs[0], runs[1]
-
-
-def _in_a_process(request: dict[str, Any], folder: str) -> tuple[float, ...]:
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part), "TILELANG_CACHE_DIR": folder,
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_lab.speed.first_call"], input=json.dumps(request), capture_output=True, text=True,
-        check=False, env=environment,
-    )  # fmt: skip
-    answer = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), "")
-    found: dict[str, Any] = json.loads(answer.removeprefix(_MARK) or "{}")
-    if "times_ms" in found:
-        return tuple(found["times_ms"])
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    reason = found.get("error") or " ".join([f"the process ended with exit code {done.returncode}", *last])
-    raise BackendError(f"{request['name']} does not run here: {reason}")
 
 
 def _kernels(folder: Path) -> int:
@@ -103,29 +84,14 @@ def _kernels(folder: Path) -> int:
     return len({path.parent for path in folder.rglob("params.json") if ".staging" not in path.parts})
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
-def _answer() -> None:
-    request = json.loads(sys.stdin.read())
-    try:
-        found: dict[str, Any] = {"times_ms": _times_ms(**request)}
-    except MoeLabError as error:
-        found = {"error": str(error)}
-    # Whatever a submission and a compiler raise becomes one line of the parent's error.
-    except Exception as error:  # noqa: BLE001
-        found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
-    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
-
-
-def _times_ms(source: str, name: str, calls: int, sizes: list[int], case: list[Any]) -> list[float]:
+def times_ms(say: object, source: str, name: str, case: list[int], sizes: list[int], calls: int) -> list[float]:
+    """In the child: wall times of calls in milliseconds."""
     import torch
 
-    from moe_lab.machine import backend
     from moe_lab.problem.inputs import make_inputs
 
     where = backend.prepare()
-    inputs = make_inputs(Case(*case), sizes, device=where.torch_device)
+    inputs = make_inputs(Case(*case), sizes, device=where.torch_device)  # type: ignore[arg-type]
 
     def finish() -> None:
         if where.kind != "cpu":
@@ -140,7 +106,3 @@ def _times_ms(source: str, name: str, calls: int, sizes: list[int], case: list[A
         finish()
         times.append((time.perf_counter() - start) * 1e3)
     return times
-
-
-if __name__ == "__main__":
-    _answer()
