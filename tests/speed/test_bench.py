@@ -17,7 +17,7 @@ from moe_lab.problem.routings import routings
 from moe_lab.speed import bench
 from moe_lab.speed.bench import CPU_CASE, Candidate, bound_ms, render, roof_of, summary, summary_rows
 from moe_lab.speed.peers import PEERS, Peer
-from moe_lab.steps import STEPS, find
+from moe_lab.steps import STEPS, find, step
 
 TINY = Case("tiny", 3, 64, 32, 9)
 #: I below H and above it: the route weight goes to the smaller side.
@@ -125,7 +125,7 @@ def test_a_peer_that_does_not_get_ready_is_left_out_and_the_others_are_measured(
     monkeypatch.setattr(bench, "_READY_S", 3.0)
     handler = signal.getsignal(signal.SIGALRM)
     said = []
-    timed = bench.time_case(CPU_CASE, (142, 142, 142, 142), 0, [], 1, said.append)
+    timed = bench.time_case(CPU_CASE, (142, 142, 142, 142), 0, {}, 1, said.append)
     assert [candidate.kind for candidate, _, _ in timed] == ["peer", "roof", "roof"]
     assert f"{CPU_CASE.name}: an endless library left out: TimeoutError: not ready after 3 s" in said
     assert signal.getsignal(signal.SIGALRM) is handler
@@ -136,7 +136,8 @@ def test_a_peer_that_does_not_get_ready_is_left_out_and_the_others_are_measured(
 def test_a_gpu_times_steps_peers_and_roofs_in_turns():
     case = Case("on a GPU", 4, 512, 256, 427)
     said: list[str] = []
-    timed = bench.time_case(case, (1, 0, 300, 126), 0, [find("s0"), find("h1"), find("h6")], 3, said.append)
+    rungs = {find(name).name: step(name) for name in ("s0", "h1", "h6")}
+    timed = bench.time_case(case, (1, 0, 300, 126), 0, rungs, 3, said.append)
     names = [candidate.name for candidate, _, _ in timed]
     assert names[:3] == ["s0_baseline", "h1_pipelined", "h6_matrix_stores"], said
     assert {"torch loop over experts (fp16)", "torch grouped_mm (bf16)"} <= set(names), said
