@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_lab.machine import backend
-from moe_lab.problem.contract import Case
+from moe_lab.problem.contract import ARGUMENTS, BLOCK_TOKEN, Case
 from moe_lab.problem.errors import BackendError, ContractError
 from moe_lab.problem.layout import GroupedLayout, permute, unpermute
 from moe_lab.problem.reference import Experts, route
@@ -54,15 +54,6 @@ class _ForwardOnly(torch.autograd.Function):
         )
 
 
-def _forward_only(out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """A result that has a gradient if one of its sources has, and says that it cannot be computed when asked for it."""
-    wanted = [source for source in sources if source.requires_grad]
-    if wanted and torch.is_grad_enabled():
-        marked: torch.Tensor = _ForwardOnly.apply(out, *wanted)
-        return marked
-    return out
-
-
 def fused_moe(
     stacked_tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout
 ) -> torch.Tensor:
@@ -87,29 +78,21 @@ def fused_moe(
     _check(stacked_tokens, experts, route_weights, layout)
     sources = (stacked_tokens, experts.gate_w, experts.up_w, experts.down_w, route_weights)
     out = torch.zeros_like(stacked_tokens, requires_grad=False)
-    if not layout.num_rows:
-        return _forward_only(out, *sources)
-    device = stacked_tokens.device
-    num_experts, intermediate, hidden = experts.gate_w.shape
-    # The number of rows changes with every routing and must not cost another load.
-    entry = _entry(Case("fused_moe", num_experts, hidden, intermediate, 0))
-
-    def integers(values: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    entry(
-        *(source.detach() for source in sources),
-        integers(layout.sizes), integers(layout.offsets), integers(layout.padded_offsets), integers(layout.block_map),
-        out,
-    )  # fmt: skip
-    return _forward_only(out, *sources)
+    if layout.num_rows:
+        num_experts, intermediate, hidden = experts.gate_w.shape
+        # The number of rows changes with every routing and must not cost another load.
+        entry = _entry(Case("fused_moe", num_experts, hidden, intermediate, 0))
+        rows = (layout.sizes, layout.offsets, layout.padded_offsets, layout.block_map)
+        integers = (torch.tensor(numbers, dtype=torch.int32, device=out.device) for numbers in rows)
+        entry(*(source.detach() for source in sources), *integers, out)
+    result: torch.Tensor = _ForwardOnly.apply(out, *sources)
+    return result
 
 
 def _check(tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout) -> None:
-    if not isinstance(experts, Experts):
-        raise ContractError(f"got experts of type {type(experts).__name__}, expected Experts(gate_w, up_w, down_w)")
-    if not isinstance(layout, GroupedLayout):
-        raise ContractError(f"got a layout of type {type(layout).__name__}, expected a GroupedLayout")
+    for name, value, kind in (("experts", experts, Experts), ("a layout", layout, GroupedLayout)):
+        if not isinstance(value, kind):
+            raise ContractError(f"got {name} of type {type(value).__name__}, expected {kind.__name__}")
     given = {
         "stacked_tokens": tokens, "gate_w": experts.gate_w, "up_w": experts.up_w, "down_w": experts.down_w,
         "route_weights": route_weights,
@@ -120,19 +103,13 @@ def _check(tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, 
     if experts.gate_w.dim() != 3 or not experts.gate_w.numel():
         raise ContractError(f"got gate_w {tuple(experts.gate_w.shape)}, expected (E, I, H), each at least 1")
     num_experts, intermediate, hidden = experts.gate_w.shape
-    if layout.block != 128:
-        raise ContractError(f"got a layout with blocks of {layout.block} rows, expected 128")
+    if layout.block != BLOCK_TOKEN:
+        raise ContractError(f"got a layout with blocks of {layout.block} rows, expected {BLOCK_TOKEN}")
     if layout.num_experts != num_experts:
         raise ContractError(f"got a layout of {layout.num_experts} experts, expected {num_experts} as in the weights")
-    expected = {
-        "stacked_tokens": ((layout.num_padded_rows, hidden), torch.float16),
-        "gate_w": ((num_experts, intermediate, hidden), torch.float16),
-        "up_w": ((num_experts, intermediate, hidden), torch.float16),
-        "down_w": ((num_experts, hidden, intermediate), torch.float16),
-        "route_weights": ((layout.num_rows,), torch.float32),
-    }
-    for name, (shape, dtype) in expected.items():
-        tensor = given[name]
+    extents = Case("fused_moe", num_experts, hidden, intermediate, layout.num_rows).extents(layout.num_padded_rows)
+    for (name, tensor), argument in zip(given.items(), ARGUMENTS, strict=False):
+        shape, dtype = tuple(extents[symbol] for symbol in argument.shape), getattr(torch, argument.dtype)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ContractError(f"got {name} {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}")
         if not tensor.is_contiguous():
@@ -250,7 +227,8 @@ class MoE(torch.nn.Module):
             stacked, raw_weights, source = permute(flat, choices, weights, layout)
             out = fused_moe(stacked, self.experts, raw_weights.contiguous(), layout)
             results = unpermute(out, source, layout, flat.shape[0], self.top_k).view(tokens.shape)
-        return _forward_only(results, tokens, self.router_w, self.gate_w, self.up_w, self.down_w)
+        result: torch.Tensor = _ForwardOnly.apply(results, tokens, self.router_w, self.gate_w, self.up_w, self.down_w)
+        return result
 
 
 def _check_device(device: str | torch.device | None) -> None:
