@@ -1,0 +1,542 @@
+"""What a submission launches, read from the TIR that TileLang's own front end builds.
+
+    launches(submission, case, layout)   waits: about 60 ms for an ordinary file, 0.4 s for the largest step
+    peek(submission, case, layout)       the answer if it is known by now, else None: never waits
+    ahead([(submission, case, layout)])  work these out while nobody waits, the last one first
+
+One warm child process (:class:`moe_lab.machine.child.Child`) calls ``run_kernel`` with tensors that have no storage
+(:mod:`moe_lab.model.host`) and walks each PrimFunc; nothing is lowered. Host code runs there, bounded in time and
+memory: pass ``load="moe_lab.judge.sandbox:load"`` for a stranger's file. Answers are kept by source and sizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import math
+import re
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_lab.machine.child import Child, ChildError
+from moe_lab.model import host
+from moe_lab.problem.contract import Case
+from moe_lab.problem.errors import SubmissionError
+from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.submission import Submission
+
+#: Seconds for one file; a child that has to start first gets more.
+_TIMEOUT_S, _START_S = 20.0, 60.0
+#: Address space that host code may take.
+_MEMORY_BYTES = 4 << 30
+#: Answers kept.
+_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that only run time knows.
+
+    Attributes:
+        reason: why, naming the expression.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor in device memory, or one ``T.alloc_*``.
+
+    Attributes:
+        name: of the argument of ``run_kernel``, else in the kernel.
+        scope: "global", "shared", "shared.dyn", "fragment" or "local" (an array of each thread).
+        shape: extents.
+        dtype: such as "float16".
+    """
+
+    name: str
+    scope: str
+    shape: tuple[int | Unknown, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int | Unknown:
+        """Bytes of one copy of it."""
+        elements, bits = product(self.shape), dtype_bits(self.dtype)
+        if isinstance(elements, Unknown) or isinstance(bits, Unknown):
+            return elements if isinstance(elements, Unknown) else bits
+        return -(-elements * bits // 8)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One statement of a block. Buffers are named by their places in :attr:`Launch.buffers`.
+
+    Attributes:
+        kind: "copy", "gemm", "reduce" or "other".
+        reads, writes: buffers, each once.
+        moved: elements read from each tensor in device memory.
+        flops: operations of a gemm.
+        pure_copy: whether it only moves data from device memory into shared memory.
+    """
+
+    kind: str
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    moved: dict[int, int | Unknown] = field(default_factory=dict)
+    flops: int = 0
+    pure_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of a block.
+
+    Attributes:
+        name: its variable; empty for ``while``.
+        trips: how often its body runs.
+        num_stages: of ``T.Pipelined``; None for any other loop.
+        notes: names of its annotations, such as "tl_pipeline_order".
+        body: what it repeats.
+    """
+
+    name: str
+    trips: int | Unknown
+    num_stages: int | None
+    notes: tuple[str, ...]
+    body: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """An ``if`` that only the device can decide."""
+
+    body: tuple[Node, ...]
+    orelse: tuple[Node, ...]
+
+
+Node = Op | Loop | Branch
+
+
+@dataclass(frozen=True)
+class Call:
+    """One intrinsic that a launch calls, other than arithmetic.
+
+    Attributes:
+        name: of TileLang's operator, such as "tl.tileop.async_copy" or "tirx.call_extern".
+        text: its first argument that is text, such as the function's name; empty if it has none.
+        buffers: names of what it touches.
+    """
+
+    name: str
+    text: str = ""
+    buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One ``with T.Kernel(...)`` that ``run_kernel`` reaches.
+
+    Attributes:
+        name: of the kernel's function.
+        grid: blocks along each axis.
+        threads: threads of a block.
+        target: that its ``@tilelang.jit`` names; empty if it names none.
+        pass_configs: of the same, by name, in lower case with "_" for ".".
+        source: device code that the kernel brings along (``T.import_source``); empty as a rule.
+        calls: its intrinsics, each once.
+        buffers: the tensors it is given, then what it allocates, in order.
+        body: what one block does.
+    """
+
+    name: str
+    grid: tuple[int | Unknown, ...]
+    threads: int
+    target: str
+    pass_configs: dict[str, Any]
+    source: str
+    calls: tuple[Call, ...]
+    buffers: tuple[Buffer, ...]
+    body: tuple[Node, ...]
+
+
+def walk(nodes: Sequence[Node]) -> Iterator[Op | Loop]:
+    """Every statement and every loop, in order."""
+    for node in nodes:
+        if not isinstance(node, Branch):
+            yield node
+        if not isinstance(node, Op):
+            yield from walk(node.body)
+        if isinstance(node, Branch):
+            yield from walk(node.orelse)
+
+
+def product(values: Sequence[int | Unknown]) -> int | Unknown:
+    """Product of integers; unknown if one of them is.
+
+    >>> product((2, 3))
+    6
+    """
+    return next((value for value in values if isinstance(value, Unknown)), None) or math.prod(values)  # type: ignore[arg-type]
+
+
+def dtype_bits(dtype: str) -> int | Unknown:
+    """Bits of one element.
+
+    >>> dtype_bits("bfloat16"), dtype_bits("float8_e4m3")
+    (16, 8)
+    """
+    if dtype == "bool":
+        return 8
+    match = re.match(r"(?:b?float|u?int|e\dm\d\w*?_float)(\d+)", dtype)
+    return int(match[1]) if match else Unknown(f"the width of dtype {dtype!r} is not known")
+
+
+# --- asking ----------------------------------------------------------------------------------------------------------
+
+Question = tuple[Submission, Case, GroupedLayout]
+Answer = tuple[Launch, ...]
+
+
+class _Reader:
+    """The warm child, and what it has answered."""
+
+    def __init__(self) -> None:
+        self._child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
+        atexit.register(self._child.close)
+        self._asking, self._warm = threading.Lock(), False
+        self._known: collections.OrderedDict[object, Answer | SubmissionError] = collections.OrderedDict()
+        self._todo: list[Question] = []
+        self._wanted, self._waiting = threading.Condition(), 0
+        self._thread: threading.Thread | None = None
+
+    def peek(self, question: Question, load: str = "") -> Answer | SubmissionError | None:
+        submission, case, layout = question
+        return self._known.get((submission.source_hash, case, layout, load))
+
+    def answer(self, question: Question, load: str = "") -> Answer | SubmissionError:
+        with self._wanted:
+            self._waiting += 1
+        try:
+            with self._asking:
+                return self.peek(question, load) or self._ask(question, load)
+        finally:
+            with self._wanted:
+                self._waiting -= 1
+                self._wanted.notify_all()
+
+    def ahead(self, questions: Sequence[Question]) -> None:
+        with self._wanted:
+            self._todo = list(questions)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work_ahead, name="moe_lab reader", daemon=True)
+                self._thread.start()
+            self._wanted.notify_all()
+
+    def _work_ahead(self) -> None:
+        while True:
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._todo and not self._waiting)
+                question = self._todo.pop()
+            with self._asking:
+                if self.peek(question) is None:
+                    self._ask(question, "")
+
+    def _ask(self, question: Question, load: str) -> Answer | SubmissionError:
+        submission, case, layout = question
+        integers = {
+            "group_sizes": layout.sizes, "group_offsets": layout.offsets, "group_padded_offsets": layout.padded_offsets,
+            "group_idx_for_bx": layout.block_map,
+        }  # fmt: skip
+        request = {
+            "source": submission.source, "sizes": case.extents(layout.num_padded_rows), "integers": integers,
+            "load": load,
+        }  # fmt: skip
+        timeout_s, self._warm = _TIMEOUT_S if self._warm else _START_S, False
+        found: Answer | SubmissionError
+        try:
+            found = tuple(_adapter().validate_python(self._child.ask(request, timeout_s=timeout_s)))
+            self._warm = True
+        except ChildError as error:
+            self._warm = not error.ending
+            why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
+            found = SubmissionError(f"{submission.name} cannot be followed: {why}")
+        self._known[(submission.source_hash, case, layout, load)] = found
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return found
+
+
+@functools.cache
+def _reader() -> _Reader:
+    return _Reader()
+
+
+@functools.cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(list[Launch])
+
+
+def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load: str = "") -> Answer:
+    """Everything that one call of ``run_kernel`` launches, in order.
+
+    Args:
+        submission: with the literals wanted.
+        case: sizes.
+        layout: group sizes, which host code may read.
+        load: "module:function" that makes ``run_kernel`` of a text and its path; plain execution by default.
+
+    Raises:
+        SubmissionError: for a file that cannot be parsed, fails, ends its process or does not come to an end.
+    """
+    found = _reader().peek((submission, case, layout), load)
+    if found is None:
+        _ = submission.tree  # what is no Python needs no process
+        found = _reader().answer((submission, case, layout), load)
+    if isinstance(found, SubmissionError):
+        raise found
+    return found
+
+
+def peek(submission: Submission, case: Case, layout: GroupedLayout) -> Answer | None:
+    """What :func:`launches` would answer, if that is known by now; never waits.
+
+    Raises:
+        SubmissionError: if it is known that nothing can be said.
+    """
+    found = _reader().peek((submission, case, layout))
+    if isinstance(found, SubmissionError):
+        raise found
+    return found
+
+
+def ahead(questions: Sequence[Question]) -> None:
+    """Work these out while nobody waits, the last one first; what was asked before and is not done yet is forgotten."""
+    _reader().ahead(questions)
+
+
+# --- in the child ----------------------------------------------------------------------------------------------------
+
+
+def read(
+    say: Callable[[str], None], source: str, sizes: dict[str, int], integers: dict[str, list[int]], load: str = ""
+) -> Any:
+    """Answer one question, as JSON. Call it in a process where no CPU meaning was applied."""
+    _prepare()
+    return _adapter().dump_python(list(read_here(source, sizes, integers, load)), mode="json")
+
+
+@functools.cache
+def _prepare() -> None:
+    import tilelang  # noqa: F401
+
+    host.accept_vendor_files()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+def read_here(source: str, sizes: dict[str, int], integers: dict[str, Any], load: str = "") -> Iterator[Launch]:
+    """The same in this process, for one that is a child already; see :func:`launches`."""
+    asked = host.asked_for(source, sizes, integers, load=load)
+    for kernel, tensors in asked.launches:
+        names: list[tuple[Any, str]] = []
+        extents: dict[Any, int] = {}
+        for param, tensor in zip(kernel.function.params, tensors, strict=False):
+            buffer = kernel.function.buffer_map[param]
+            own = (name for name, each in asked.arguments.items() if each is tensor)
+            names.append((buffer, next(own, str(buffer.name))))
+            extents |= {dim: size for dim, size in zip(buffer.shape, tensor.shape, strict=False) if _kind(dim) == "Var"}
+        yield from _Walk(kernel, names, extents).found
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+class _Walk:
+    """One PrimFunc with the tensors of one launch."""
+
+    def __init__(self, kernel: host.Kernel, tensors: list[tuple[Any, str]], extents: dict[Any, int]) -> None:
+        from tvm import arith, tirx
+
+        self.functor, self.simplify = tirx.stmt_functor, arith.Analyzer().simplify
+        self.kernel, self.extents, self.tensors = kernel, extents, tensors
+        self.found: list[Launch] = []
+        self.launches(kernel.function.body, ())
+
+    def number(self, expr: Any) -> int | Unknown:
+        if isinstance(expr, int):
+            return expr
+        value = self.simplify(self.functor.substitute(expr, self.extents))
+        return int(value.value) if _kind(value) == "IntImm" else Unknown(f"`{expr}` is known at run time only")
+
+    def launches(self, node: Any, grid: tuple[int | Unknown, ...]) -> None:
+        """Each nest of loops over blockIdx is a launch."""
+        kind = _kind(node)
+        if kind == "SeqStmt":
+            for each in node.seq:
+                self.launches(each, grid)
+        elif kind == "For":
+            self.launches(node.body, (*grid, self.number(node.extent)) if node.thread_binding is not None else grid)
+        elif kind == "SBlockRealize" and "tl.launch_threads" in node.block.annotations:
+            self.found.append(self.launch(node.block, grid))
+        elif kind == "SBlockRealize" or hasattr(node, "body"):
+            self.launches(node.block.body if kind == "SBlockRealize" else node.body, grid)
+
+    def launch(self, block: Any, grid: tuple[int | Unknown, ...]) -> Launch:
+        self.places: dict[Any, int] = {}
+        self.buffers: list[Buffer] = []
+        for tensor, name in self.tensors:
+            self.add(tensor, name, "global")
+        body = tuple(self.block(block))
+        attributes, configs = self.kernel.function.attrs, self.kernel.pass_configs
+        return Launch(
+            str(attributes["global_symbol"]) if "global_symbol" in attributes else "", grid,
+            math.prod(map(int, block.annotations["tl.launch_threads"])), self.kernel.target,
+            {name.lower().replace(".", "_"): value for name, value in configs.items()},
+            str(block.annotations.get("pragma_import_c", "")), tuple(self.calls(block)), tuple(self.buffers), body,
+        )  # fmt: skip
+
+    def add(self, buffer: Any, name: str, scope: str) -> None:
+        self.places[buffer] = len(self.buffers)
+        self.buffers.append(Buffer(name, scope, tuple(map(self.number, buffer.shape)), str(buffer.dtype)))
+
+    def calls(self, block: Any) -> list[Call]:
+        found: dict[Call, None] = {}
+
+        def note(node: Any) -> None:
+            name = str(getattr(getattr(node, "op", None), "name", "")) if _kind(node) == "Call" else ""
+            if name and not name.endswith(("region", "access_ptr", "type_annotation")):
+                text = next((str(each.value) for each in node.args if _kind(each) == "StringImm"), "")
+                touched = (self.buffers[place].name for place in self.touched(node))
+                found.setdefault(Call(name, text, tuple(dict.fromkeys(touched))))
+
+        self.functor.post_order_visit(block, note)
+        return list(found)
+
+    def block(self, block: Any) -> list[Node]:
+        for each in block.alloc_buffers:
+            scope = {"local.fragment": "fragment"}.get(each.scope(), each.scope())
+            if scope in ("fragment", "local", "shared", "shared.dyn"):  # no barriers, no single variables
+                self.add(each, str(each.name), scope)
+        return self.nodes(block.body)
+
+    def nodes(self, node: Any) -> list[Node]:
+        kind = _kind(node)
+        if kind == "SeqStmt":
+            return [each for part in node.seq for each in self.nodes(part)]
+        if kind == "SBlockRealize":
+            return self.block(node.block)
+        if kind == "IfThenElse":
+            other = [] if node.else_case is None else self.nodes(node.else_case)
+            return [*self.reads(node.condition), Branch(tuple(self.nodes(node.then_case)), tuple(other))]
+        if kind == "While":
+            trips = Unknown(f"`while {node.condition}` ends at run time")
+            return [Loop("", trips, None, (), tuple(self.nodes(node.body)))]
+        if kind == "For" and int(node.kind) not in (1, 2):
+            notes = dict(node.annotations or {})
+            stages = int(notes["num_stages"]) if "num_stages" in notes else None
+            body = tuple(self.nodes(node.body))
+            return [Loop(str(node.loop_var.name), self.number(node.extent), stages, tuple(map(str, notes)), body)]
+        if kind in ("For", "BufferStore"):  # T.Parallel, T.vectorized
+            return [_Elements(self, node).op()]
+        if kind == "Evaluate":
+            return self.call(node.value)
+        if kind == "Bind":
+            return self.reads(node.value)
+        return self.nodes(node.body) if hasattr(node, "body") else []
+
+    def touched(self, node: Any) -> list[int]:
+        """Places of all buffers that an expression loads from, one for each load."""
+        found: list[Any] = []
+        self.functor.post_order_visit(node, lambda n: found.append(n) if _kind(n) == "BufferLoad" else None)
+        return [self.places[n.buffer] for n in found if n.buffer in self.places]
+
+    def reads(self, expr: Any) -> list[Node]:
+        inner = [place for place in dict.fromkeys(self.touched(expr)) if self.buffers[place].scope != "global"]
+        return [Op("other", tuple(inner))] if inner else []
+
+    def call(self, call: Any) -> list[Node]:
+        name = str(getattr(getattr(call, "op", None), "name", ""))
+        regions = [arg for arg in getattr(call, "args", ()) if str(getattr(getattr(arg, "op", None), "name", ""))
+                   .endswith("region")]  # fmt: skip
+        if not regions:
+            return self.reads(call)
+        reads, writes, moved = [], [], {}
+        for region in regions:
+            place, access = self.places.get(region.args[0].buffer), int(region.args[1])
+            if place is None:
+                continue
+            reads += [place] if access & 1 else []
+            writes += [place] if access & 2 else []
+            if access == 1 and self.buffers[place].scope == "global":
+                moved[place] = product(list(map(self.number, region.args[2:])))
+        kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in name), "other")
+        flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
+        pure = kind == "copy" and bool(moved) and self.all_shared(writes)
+        return [Op(kind, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), moved, flops, pure)]
+
+    def all_shared(self, places: Sequence[int]) -> bool:
+        return all(self.buffers[place].scope.startswith("shared") for place in places)
+
+
+class _Elements:
+    """A loop nest over single elements as one statement."""
+
+    def __init__(self, walk: _Walk, node: Any) -> None:
+        self.walk, self.pure = walk, True
+        self.reads: dict[int, None] = {}
+        self.writes: dict[int, None] = {}
+        self.moved: dict[int, int | Unknown] = {}
+        self.visit(node, 1)
+
+    def op(self) -> Op:
+        pure = self.pure and bool(self.moved) and bool(self.writes) and self.walk.all_shared(list(self.writes))
+        return Op("other", tuple(self.reads), tuple(self.writes), self.moved, 0, pure)
+
+    def visit(self, node: Any, times: int | Unknown) -> None:
+        kind = _kind(node)
+        if kind == "For":
+            self.visit(node.body, product((times, self.walk.number(node.extent))))
+        elif kind == "SeqStmt":
+            for each in node.seq:
+                self.visit(each, times)
+        elif kind == "IfThenElse":
+            self.note(node.condition, times)
+            for way in (node.then_case, node.else_case):
+                if way is not None:
+                    self.visit(way, times)
+        elif kind == "BufferStore":
+            self.store(node, times)
+        elif hasattr(node, "body"):
+            self.visit(node.body, times)
+        else:
+            self.pure = False
+            self.note(getattr(node, "value", node), times)
+
+    def store(self, node: Any, times: int | Unknown) -> None:
+        target, value = self.walk.places.get(node.buffer), node.value
+        if target is not None:
+            self.writes[target] = None
+        while _kind(value) == "Cast":
+            value = value.value
+        source = self.walk.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
+        self.pure &= target is not None and source is not None and self.walk.buffers[source].scope == "global"
+        for part in (node.value, *node.indices):
+            self.note(part, times)
+
+    def note(self, expr: Any, times: int | Unknown) -> None:
+        for place in self.walk.touched(expr):
+            self.reads[place] = None
+            if self.walk.buffers[place].scope == "global":
+                before = self.moved.get(place, 0)
+                unknown = next((each for each in (before, times) if isinstance(each, Unknown)), None)
+                self.moved[place] = unknown or before + times  # type: ignore[operator]
