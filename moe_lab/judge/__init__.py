@@ -9,8 +9,8 @@ What happens, in this order:
    (:mod:`.arena`), which calls ``run_kernel`` on them. Truth, comparison (:mod:`.compare`) and diagnosis
    (:mod:`.diagnose`) stay with the judge: the worker never holds an answer, and nothing it says can turn a wrong
    ``out`` into a right one. With a GPU, further processes compile for the cases to come (:mod:`.ahead`).
-4. Whether the kernels fit a C500 (:mod:`.fit`), what happens under the contract's open questions (:mod:`.variants`)
-   and, with a GPU, times beside the baseline.
+4. Whether the kernels fit a C500 (:mod:`.fit`), in one more process beside the calls; what happens under the contract's
+   open questions; and, with a GPU, times beside the baseline.
 
 What is defended, each with a file in ``tests/exploits`` that must be caught: answers, weights or routing kept from an
 earlier call, whole or in part, by shape, address, sample, sum or content; computing in the first calls, before the

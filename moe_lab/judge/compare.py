@@ -7,6 +7,7 @@ explains, measured by the row's own norm.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,27 +38,16 @@ MAP_COLUMNS = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call against the truth.
+    """One call against the truth; the four largest errors are None if something is not finite."""
 
-    Attributes:
-        max_abs_error: largest |out - truth|; None if something is not finite.
-        judge_ratio: largest error over what the contest's tolerance allows; None as above.
-        row_error: largest relative Frobenius error of a row that is large enough to have one; None as above.
-        strict_ratio: largest error over the strict bound; None as above.
-        wrong_rows: (N,) bool, rows that fail either tolerance.
-        judge_rows: (N,) bool, rows that fail the contest's tolerance.
-        padding_rows: padded rows that should be zero and are not, (K,) int64.
-        ratio: (N, H) error over the strict bound of an element; NaN where not finite.
-    """
-
-    max_abs_error: float | None
-    judge_ratio: float | None
-    row_error: float | None
-    strict_ratio: float | None
-    wrong_rows: torch.Tensor
-    judge_rows: torch.Tensor
-    padding_rows: torch.Tensor
-    ratio: torch.Tensor
+    max_abs_error: float | None  # |out - truth|
+    judge_ratio: float | None  # error over what the contest's tolerance allows
+    row_error: float | None  # relative Frobenius error of a row that is large enough to have one
+    strict_ratio: float | None  # error over the strict bound
+    wrong_rows: torch.Tensor  # (N,) bool, rows that fail either tolerance
+    judge_rows: torch.Tensor  # (N,) bool, rows that fail the contest's tolerance
+    padding_rows: torch.Tensor  # (K,) int64, padded rows that should be zero and are not
+    ratio: torch.Tensor  # (N, H) error over the strict bound of an element; NaN where not finite
 
     @property
     def passed(self) -> bool:
@@ -65,31 +55,27 @@ class Comparison:
         return not self.wrong_rows.any() and self.padding_rows.numel() == 0
 
 
-def row_bound(inputs: Inputs, truth: torch.Tensor) -> torch.Tensor:
-    """What a row of the result may differ by, as a Frobenius norm, (N,) fp32.
+def row_bound(inputs: Inputs, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a row of the result may differ by, as a Frobenius norm: two parts, each (N,) fp32.
 
-    Rounding to fp16 gives a relative part; fp32 accumulation over H and then I adds its own; values below fp16's
-    normal range lose a constant half step each, in the hidden activation (carried through ``down_w``) and in ``out``.
+    The relative part: rounding to fp16, and fp32 accumulation over H and then I. The absolute part: values below
+    fp16's normal range lose a constant half step each, in the hidden activation (carried through ``down_w``) and in
+    ``out``.
 
     Args:
         inputs: of the call.
         truth: (N, H) fp32.
     """
-    case, layout = inputs.case, inputs.layout
+    case, sizes = inputs.case, inputs.layout.sizes
     # Mean squared norm of a row of down_w is what a random error of the hidden activation is multiplied by.
-    gain = torch.empty(layout.num_rows, device=truth.device)
-    for expert, size in enumerate(layout.sizes):
-        if size:
-            start = layout.offsets[expert]
-            gain[start : start + size] = inputs.down_w[expert].float().square().sum() / case.hidden
+    gains = [
+        float(inputs.down_w[e].float().square().sum()) / case.hidden if size else 0 for e, size in enumerate(sizes)
+    ]
+    gain = torch.repeat_interleave(torch.tensor(gains), torch.tensor(sizes)).to(truth.device)
     weights = inputs.routed_expert_weights.float()
-    absolute = _FP16_HALF_STEP / 3**0.5 * case.hidden**0.5 * (1 + weights.square() * gain).sqrt()
-    return _relative_bound(inputs) * truth.norm(dim=1) + _DEVIATIONS * absolute
-
-
-def _relative_bound(inputs: Inputs) -> float:
-    steps = (inputs.case.hidden + inputs.case.intermediate) / _PRODUCTS_PER_STEP
-    return _ROUNDOFFS * _FP16_ROUNDOFF + steps * _FP32_STEP
+    deviation = _FP16_HALF_STEP / 3**0.5 * case.hidden**0.5 * (1 + weights.square() * gain).sqrt()
+    steps = (case.hidden + case.intermediate) / _PRODUCTS_PER_STEP
+    return (_ROUNDOFFS * _FP16_ROUNDOFF + steps * _FP32_STEP) * truth.norm(dim=1), _DEVIATIONS * deviation
 
 
 def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Comparison:
@@ -103,29 +89,32 @@ def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Compariso
     rows = inputs.valid_rows
     got = out[rows].float()
     finite = torch.isfinite(got)
-    error = torch.where(finite, (got - truth).abs(), torch.inf)
-    judge_allowed = JUDGE_TOLERANCE * (1 + truth.abs())
-    judge_rows = (error > judge_allowed).any(dim=1)
-    bound = row_bound(inputs, truth)
-    norm = torch.where(finite, got - truth, torch.inf).norm(dim=1)
-    element = _ELEMENT_FACTOR * bound[:, None] / truth.shape[1] ** 0.5
-    wrong = judge_rows | (norm > bound) | (error > element).any(dim=1)
+    difference = torch.where(finite, got - truth, torch.inf)
+    error, norm = difference.abs(), difference.norm(dim=1)
+    judge_ratio = error / (JUDGE_TOLERANCE * (1 + truth.abs()))
+    relative, absolute = row_bound(inputs, truth)
+    bound = relative + absolute
+    element_ratio = error / (_ELEMENT_FACTOR * bound[:, None] / truth.shape[1] ** 0.5)
     padding = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
     padding[rows] = False
-    dirty = torch.nonzero(padding & (out != 0).any(dim=1)).flatten()
-    all_finite = bool(finite.all())
     # A row near fp16's resolution has no relative error worth the name.
-    size = truth.norm(dim=1)
-    sizeable = bound - _relative_bound(inputs) * size < _SIZEABLE * bound
-    relative = norm[sizeable] / size[sizeable]
+    sizeable = absolute < _SIZEABLE * bound
+    all_finite = bool(finite.all())
+
+    def largest(values: torch.Tensor) -> float | None:
+        return (float(values.max()) if values.numel() else 0.0) if all_finite else None
+
+    judge_rows = (judge_ratio > 1).any(dim=1)
     return Comparison(
-        max_abs_error=_largest(error) if all_finite else None,
-        judge_ratio=_largest(error / judge_allowed) if all_finite else None,
-        row_error=_largest(relative) if all_finite else None,
-        strict_ratio=max(_largest(norm / bound), _largest(error / element)) if all_finite else None,
-        wrong_rows=wrong, judge_rows=judge_rows, padding_rows=dirty,
-        ratio=torch.where(finite, error / element, torch.nan),
-    )  # fmt: skip
+        max_abs_error=largest(error),
+        judge_ratio=largest(judge_ratio),
+        row_error=largest(norm[sizeable] / truth.norm(dim=1)[sizeable]),
+        strict_ratio=largest(torch.maximum(norm / bound, element_ratio.amax(dim=1))),
+        wrong_rows=judge_rows | (norm > bound) | (element_ratio > 1).any(dim=1),
+        judge_rows=judge_rows,
+        padding_rows=torch.nonzero(padding & (out != 0).any(dim=1)).flatten(),
+        ratio=torch.where(finite, element_ratio, torch.nan),
+    )
 
 
 def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result: Comparison, call: int) -> Failure:
@@ -137,37 +126,30 @@ def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result
         call: number of the call.
     """
     layout = inputs.layout
+    raw, expected, rows = None, 0.0, layout.num_padded_rows - layout.num_rows
     if result.wrong_rows.any():
         raw = int(torch.nonzero(result.wrong_rows)[0])
-        row_ratio = torch.nan_to_num(result.ratio[raw], nan=torch.inf)
-        over = torch.nonzero(row_ratio > 1).flatten()
-        column = int(over[0]) if over.numel() else int(row_ratio.argmax())
-        storage = int(inputs.valid_rows[raw])
-        expert = next(e for e in range(layout.num_experts) if raw < layout.offsets[e + 1])
-        row = raw - layout.offsets[expert]
-        value = float(out[storage, column])
-        finite = bool(torch.isfinite(out[storage, column]))
+        stored, padded = int(inputs.valid_rows[raw]), layout.raw_to_padded[raw]
+        ratio = torch.nan_to_num(result.ratio[raw], nan=torch.inf)
+        over = torch.nonzero(ratio > 1).flatten()
+        column = int(over[0]) if over.numel() else int(ratio.argmax())
+        expected, wrong, rows = float(truth[raw, column]), int(result.wrong_rows.sum()), layout.num_rows
         if not torch.isfinite(out[inputs.valid_rows[result.wrong_rows]]).all():
             what = "valid rows hold NaN or Inf"
         elif not result.judge_rows.any():
             what = "valid rows are inside the contest's tolerance and outside what fp16 rounding explains"
         else:
             what = "valid rows are wrong"
-        return Failure(
-            call=call, what=what, expert=expert, row_in_group=row, column=column,
-            block=(layout.padded_offsets[expert] + row) // layout.block, padded_row=storage, raw_row=raw,
-            got=value if finite else None, expected=float(truth[raw, column]),
-            wrong_rows=int(result.wrong_rows.sum()), rows=layout.num_rows,
-        )  # fmt: skip
-    padded = int(result.padding_rows[0])
-    column = int(torch.nonzero(out[padded] != 0).flatten()[0])
-    owner = layout.block_map[padded // layout.block]
-    finite = bool(torch.isfinite(out[padded, column]))
+    else:
+        stored = padded = int(result.padding_rows[0])
+        column = int(torch.nonzero(out[padded] != 0).flatten()[0])
+        what, wrong = "padding rows of out are not zero", result.padding_rows.numel()
+    got, block = float(out[stored, column]), padded // layout.block
+    expert = layout.block_map[block]
     return Failure(
-        call=call, what="padding rows of out are not zero", expert=owner,
-        row_in_group=padded - layout.padded_offsets[owner], column=column,
-        block=padded // layout.block, padded_row=padded, got=float(out[padded, column]) if finite else None,
-        expected=0.0, wrong_rows=int(result.padding_rows.numel()), rows=layout.num_padded_rows - layout.num_rows,
+        call=call, what=what, expert=expert, row_in_group=padded - layout.padded_offsets[expert], column=column,
+        block=block, padded_row=padded, raw_row=raw, got=got if math.isfinite(got) else None, expected=expected,
+        wrong_rows=wrong, rows=rows,
     )  # fmt: skip
 
 
@@ -184,12 +166,7 @@ def error_map(inputs: Inputs, out: torch.Tensor, result: Comparison) -> np.ndarr
     ratio = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     ratio[inputs.valid_rows] = result.ratio
     ratio[result.padding_rows] = torch.where(out[result.padding_rows] != 0, torch.inf, 0.0)
-    tiles = -(-out.shape[1] // MAP_COLUMNS)
-    padded = torch.nn.functional.pad(ratio, (0, tiles * MAP_COLUMNS - out.shape[1]))
+    padded = torch.nn.functional.pad(ratio, (0, -out.shape[1] % MAP_COLUMNS))
     # amax passes a NaN on.
-    found: np.ndarray = padded.view(out.shape[0], tiles, MAP_COLUMNS).amax(dim=2).cpu().numpy()
+    found: np.ndarray = padded.view(out.shape[0], -1, MAP_COLUMNS).amax(dim=2).cpu().numpy()
     return found
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.max()) if values.numel() else 0.0

@@ -6,19 +6,23 @@ wrong rows. Where none does, the pattern of the wrong rows and columns is descri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from moe_lab.judge.plan import WEIGHTS
 from moe_lab.judge.session import Made
 from moe_lab.problem.inputs import Inputs
+from moe_lab.problem.layout import GroupedLayout
 
-#: As :attr:`Hypothesis.same`, where the mistake is a rounding: other roundings differ by no more than 5e-3.
-_SAME_ROUNDING = 8e-4
+#: Relative Frobenius distance below which a row is what a mistake would have answered. Where the mistake is a
+#: rounding, other roundings differ by no more than the larger figure.
+_SAME, _SAME_ROUNDING = 5e-3, 8e-4
 #: Part of the wrong rows that a mistake has to explain to be named, and to be named without "most of".
 _NAMED, _SURE = 0.5, 0.97
 #: Part of the rows that rounding has to harm before precision is blamed: a lost tile harms few.
@@ -30,27 +34,51 @@ _MAX_ROWS = 128
 #: Reduction chunks that a loop over K may lose.
 _CHUNKS = (16, 32, 64, 128, 256)
 
-_LOG2_E = 1.44269504
-#: (rows, H) tokens, then gate_w, up_w (I, H) and down_w (H, I) of one expert to (rows, H) before the route weight.
-_Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_ALL = slice(None)
+
+#: What usual mistakes make of gate and up, (rows, I) each, instead of ``silu(gate) * up``.
+_FORMULAS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gate and up are swapped: silu belongs to the gate": lambda g, u: F.silu(u) * g,
+    "SiLU is missing": lambda g, u: g * u,
+    "sigmoid instead of SiLU: the factor g is missing": lambda g, u: torch.sigmoid(g) * u,
+    "the up projection is missing": lambda g, u: F.silu(g),
+    "the gate projection is missing": lambda g, u: u,
+    "silu is applied to the product instead of the gate": lambda g, u: F.silu(g * u),
+    "exp2 is used without the factor log2(e) = 1.44269504": lambda g, u: g / (1 + torch.exp2(-g)) * u,
+    "the sign in the sigmoid is wrong": lambda g, u: g * torch.sigmoid(-g) * u,
+    "gate and up are added instead of multiplied": lambda g, u: F.silu(g) + u,
+    "gate stands in for up as well": lambda g, u: F.silu(g) * g,
+    "up stands in for gate as well": lambda g, u: F.silu(u) * u,
+    "GELU instead of SiLU": lambda g, u: F.gelu(g) * u,
+    "ReLU instead of SiLU": lambda g, u: F.relu(g) * u,
+    "hard swish instead of SiLU": lambda g, u: F.hardswish(g) * u,
+    "sigmoid(1.702 * g), a fast GELU, instead of SiLU": lambda g, u: g * torch.sigmoid(1.702 * g) * u,
+    "sigmoid(2 * g) instead of sigmoid(g): the half in tanh(g / 2) is missing": lambda g, u: (
+        g * torch.sigmoid(2 * g) * u
+    ),
+    "tanh instead of SiLU": lambda g, u: torch.tanh(g) * u,
+}
+#: Which expert's weight usual mistakes use, from a weight's name and the row's expert, modulo the number of experts.
+_EXPERTS: dict[str, Callable[[str, int], int]] = {
+    "the next expert's weights are used": lambda name, expert: expert + 1,
+    "the next expert's gate_w is used": lambda name, expert: expert + (name == "gate_w"),
+    "the next expert's up_w is used": lambda name, expert: expert + (name == "up_w"),
+    "the next expert's down_w is used": lambda name, expert: expert + (name == "down_w"),
+    "the previous expert's weights are used": lambda name, expert: expert - 1,
+    "the previous expert's gate_w is used": lambda name, expert: expert - (name == "gate_w"),
+    "the previous expert's up_w is used": lambda name, expert: expert - (name == "up_w"),
+    "the previous expert's down_w is used": lambda name, expert: expert - (name == "down_w"),
+    "expert 0 is used for every row": lambda name, expert: 0,
+}
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One usual mistake.
+class Mistake(NamedTuple):
+    """One usual mistake."""
 
-    Attributes:
-        cause: the sentence that is shown, without a full stop.
-        answer: raw row numbers (R,) to what the mistake would have answered there, (R, H) fp32; infinite where
-            unknown.
-        same: relative Frobenius distance below which a row is what this mistake would have answered.
-        bits: whether the answer is copied and not computed, so that only equal bits count.
-    """
-
-    cause: str
-    answer: Callable[[torch.Tensor], torch.Tensor]
-    same: float = 5e-3
-    bits: bool = False
+    cause: str  # the sentence that is shown, without a full stop
+    answer: Callable[[torch.Tensor], torch.Tensor]  # (R,) raw rows to its answer there, (R, H); infinite where unknown
+    same: float = _SAME
+    bits: bool = False  # the answer is copied and not computed, so that only equal bits count
 
 
 def cause_of(history: Sequence[Made]) -> str | None:
@@ -68,20 +96,17 @@ def cause_of(history: Sequence[Made]) -> str | None:
         return _padding_cause(made)
     if wrong.numel() > _MAX_ROWS:
         wrong = wrong[torch.linspace(0, wrong.numel() - 1, _MAX_ROWS, device=wrong.device).long()]
-    got = made.out[made.inputs.valid_rows[wrong]].float()
     # Where whole columns are right, only the others can tell.
     columns = _wrong_columns(made)
-    best, explained = None, 0.0
-    for hypothesis in _hypotheses(history):
-        answer = hypothesis.answer(wrong)[:, columns]
-        share = _agreement(answer, got[:, columns], hypothesis.same, bits=hypothesis.bits)
+    got = made.out[made.inputs.valid_rows[wrong]][:, columns].float()
+    cause, explained = "", 0.0
+    for mistake in _mistakes(history):
+        share = _agreement(mistake.answer(wrong)[:, columns], got, mistake.same, bits=mistake.bits)
         if share > explained + 0.01:
-            best, explained = hypothesis, share
+            cause, explained = mistake.cause, share
         if explained > _SURE:
-            break
-    if best is None or explained < _NAMED:
-        return _precision(made)
-    return best.cause if explained > _SURE else f"{best.cause} (explains {explained:.0%} of the wrong rows)"
+            return cause
+    return f"{cause} (explains {explained:.0%} of the wrong rows)" if explained >= _NAMED else _precision(made)
 
 
 def _precision(made: Made) -> str | None:
@@ -95,32 +120,23 @@ def _precision(made: Made) -> str | None:
     )
 
 
-def _rows_of(answers: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return answers.__getitem__
-
-
-def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = 5e-3, *, bits: bool = False) -> float:
+def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float, *, bits: bool) -> float:
     """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
 
     A mistake that reads past the end of an array is known on the other rows only, often the smaller part. One NaN is
     like another, so some of the rows that agree must be finite.
-
-    Args:
-        answer, got: (R, H) fp32; a row of the answer is unknown where it is infinite.
-        same: relative Frobenius distance below which a row agrees.
-        bits: whether only equal bits agree, NaN among them.
     """
     known = ~torch.isinf(answer).any(dim=1)
     if not known.any():
         return 0.0
-    equal = ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
-    if bits:
-        return float(equal[known].float().mean())
-    distance = (answer - got).norm(dim=1)
-    agree = known & (equal | (distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5))
-    # Whole rows do not agree by chance, so three of them are enough.
-    enough = int((agree & torch.isfinite(got).all(dim=1)).sum()) >= min(_FEW_ROWS, len(got))
-    return float(agree[known].float().mean()) if enough else 0.0
+    agree = known & ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
+    if not bits:
+        distance = (answer - got).norm(dim=1)
+        agree |= known & (distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5)
+        # Whole rows do not agree by chance, so three of them are enough.
+        if int((agree & torch.isfinite(got).all(dim=1)).sum()) < min(_FEW_ROWS, len(got)):
+            return 0.0
+    return float(agree[known].float().mean())
 
 
 def _wrong_columns(made: Made) -> torch.Tensor:
@@ -130,371 +146,258 @@ def _wrong_columns(made: Made) -> torch.Tensor:
     return columns if columns.any() else torch.ones_like(columns)
 
 
-def _hypotheses(history: Sequence[Made]) -> Iterator[Hypothesis]:
+def _mistakes(history: Sequence[Made]) -> Iterator[Mistake]:
     """Every usual mistake, the most telling first."""
     made = history[-1]
-    yield from _replayed(history)
-    yield from _unwritten(made)
-    yield from _remembered(history)
-    yield from _route_weights(made.inputs)
-    yield _some_weight(made)
-    yield from _formulas(made.inputs)
-    yield from _indices(made)
-    yield from _reductions(made.inputs)
-    yield from _roundings(made.inputs)
-
-
-def _replayed(history: Sequence[Made]) -> Iterator[Hypothesis]:
-    """The whole of ``out`` as an earlier call left it, padding included, which no wrong kernel hits by chance."""
-    made = history[-1]
-    for old in reversed(history[:-1]):
-        same = old.out.shape == made.out.shape and torch.equal(old.out, made.out)
-        if same and bool(made.out.any()) and not torch.equal(made.out, made.out_before):
-            rows = old.out[made.inputs.valid_rows].float()
-            cause = f"the answer of call {old.number + 1} again: results are kept and replayed"
-            yield Hypothesis(cause, rows.__getitem__, bits=True)
-
-
-def _unwritten(made: Made) -> Iterator[Hypothesis]:
-    storage = made.inputs.valid_rows
-    before = made.out_before[storage].float()
-    yield Hypothesis("not written, out still holds what it held before the call", before.__getitem__, bits=True)
-    yield Hypothesis("zero where a value is expected", lambda rows: torch.zeros_like(made.truth[rows]))
-    constant = made.out[storage[made.comparison.wrong_rows]].float().flatten()
-    if constant.numel() and bool(torch.isfinite(constant).all()) and bool((constant == constant[0]).all()):
-        value = float(constant[0])
-        yield Hypothesis(f"the constant {value:g}", lambda rows: torch.full_like(made.truth[rows], value))
-    yield Hypothesis("added to what out held instead of replacing it", lambda rows: before[rows] + made.truth[rows])
-    for factor in (2.0, 0.5, -1.0):
-        yield Hypothesis(f"{factor:g} times the right answer", _rows_of(factor * made.truth))
-
-
-def _remembered(history: Sequence[Made]) -> Iterator[Hypothesis]:
-    """What a file answers that keeps something from an earlier call of the same shapes."""
-    made, earlier = history[-1], list(history[:-1])
-    now = made.inputs
-    storage = now.valid_rows
     # The call right before and the very first are the ones that a cache keeps.
-    kept = list({id(item): item for item in [*earlier[-1:], *earlier[:1], *earlier[-2:-1]]}.values())
+    *earlier, now = history
+    kept = list({id(old): old for old in [*earlier[-1:], *earlier[:1], *earlier[-2:-1]]}.values())
+    yield from _copied(history, kept)
+    yield from _computed(made, _remembered(now, kept))
     for old in kept:
         if old.out.shape == made.out.shape:
-            yield Hypothesis(
-                f"the answer of call {old.number + 1} again: results are kept and replayed",
-                _rows_of(old.out[storage].float()),
+            cause = (
+                f"computed from a workspace that call {old.number + 1} left behind: stage 1 did not write it this time"
             )
-        if old.truth.shape == made.truth.shape:
-            yield Hypothesis(
-                f"the answer of call {old.number + 1} again, row by row: results are kept and replayed",
-                _rows_of(old.truth),
-            )
-    names = {
-        "all weights": ("gate_w", "up_w", "down_w"), "gate_w": ("gate_w",), "up_w": ("up_w",), "down_w": ("down_w",),
-        "the tokens": ("stacked_expert_tokens",), "the route weights": ("routed_expert_weights",),
-    }  # fmt: skip
+            yield Mistake(cause, partial(_stale, made.inputs, old.inputs))
+    yield from _computed(made, _weighted(made.inputs))
+    cause = "another route weight than the row's own: it is read at a wrong place, usually at the padded row"
+    yield Mistake(cause, partial(_some_weight, made))
+    for table, option in ((_FORMULAS, "hidden"), (_EXPERTS, "expert_of")):
+        yield from _computed(made, ((cause, {option: function}) for cause, function in table.items()))
+    yield from _computed(made, _misplaced(made.inputs))
+    yield from _computed(made, _cut(made.inputs))
+    yield from _computed(made, _ROUNDINGS.items(), _SAME_ROUNDING)
+
+
+def _computed(made: Made, table: Iterable[tuple[str, dict[str, Any]]], same: float = _SAME) -> Iterator[Mistake]:
+    """Mistakes that :func:`_answers` computes, from their causes and its options."""
+    for cause, options in table:
+        yield Mistake(cause, partial(_answers, made, **options), same)
+
+
+def _copied(history: Sequence[Made], kept: Sequence[Made]) -> Iterator[Mistake]:
+    """What is not computed, or computed right and then spoiled."""
+    made, storage, truth = history[-1], history[-1].inputs.valid_rows, history[-1].truth
+    again = "the answer of call {} again{}: results are kept and replayed"
+    for old in reversed(history[:-1]):
+        # The whole of out as an earlier call left it, padding included, which no wrong kernel hits by chance.
+        same = old.out.shape == made.out.shape and torch.equal(old.out, made.out)
+        if same and bool(made.out.any()) and not torch.equal(made.out, made.out_before):
+            yield Mistake(again.format(old.number + 1, ""), old.out[storage].float().__getitem__, bits=True)
+    before = made.out_before[storage].float()
+    yield Mistake("not written, out still holds what it held before the call", before.__getitem__, bits=True)
+    yield Mistake("zero where a value is expected", torch.zeros_like(truth).__getitem__)
+    found = made.out[storage[made.comparison.wrong_rows]].float().unique()
+    if len(found) == 1 and bool(found.isfinite()):
+        yield Mistake(f"the constant {float(found):g}", torch.full_like(truth, float(found)).__getitem__)
+    yield Mistake("added to what out held instead of replacing it", (before + truth).__getitem__)
+    for factor in (2.0, 0.5, -1.0):
+        yield Mistake(f"{factor:g} times the right answer", (factor * truth).__getitem__)
+    for old in kept:
+        if old.out.shape == made.out.shape:
+            yield Mistake(again.format(old.number + 1, ""), old.out[storage].float().__getitem__)
+        if old.truth.shape == truth.shape:
+            yield Mistake(again.format(old.number + 1, ", row by row"), old.truth.__getitem__)
+
+
+def _remembered(made: Made, kept: Sequence[Made]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a file answers that keeps something from an earlier call of the same shapes."""
+    names = {"all weights": WEIGHTS, **{name: (name,) for name in WEIGHTS}}
+    names |= {"the tokens": ("stacked_expert_tokens",), "the route weights": ("routed_expert_weights",)}
+    now = made.inputs
     for old in kept:
         for what, arguments in names.items():
-            changes = {name: getattr(old.inputs, name) for name in arguments}
+            changes: dict[str, Any] = {name: getattr(old.inputs, name) for name in arguments}
             if all(changes[name].shape == getattr(now, name).shape for name in arguments):
-                yield Hypothesis(
-                    f"computed with {what} of call {old.number + 1}: they are kept from an earlier call",
-                    partial(_answers, replace(now, **changes)),
-                )
-        if old.inputs.layout != now.layout and old.inputs.layout.num_padded_rows == now.layout.num_padded_rows:
-            yield Hypothesis(
-                f"computed with the routing of call {old.number + 1}: sizes or offsets are kept from an earlier call",
-                partial(_with_layout_of, made, old.inputs),
+                cause = f"computed with {what} of call {old.number + 1}: they are kept from an earlier call"
+                yield cause, {"inputs": replace(now, **changes)}
+        if old.inputs.layout != now.layout and old.out.shape == made.out.shape:
+            mixed = replace(now, layout=old.inputs.layout)
+            cause = (
+                f"computed with the routing of call {old.number + 1}: sizes or offsets are kept from an earlier call"
             )
-        if old.inputs.layout.num_padded_rows == now.layout.num_padded_rows:
-            yield Hypothesis(
-                f"computed from a workspace that call {old.number + 1} left behind: stage 1 did not write it this time",
-                partial(_stale_hidden, now, old.inputs),
-            )
+            yield cause, {"inputs": mixed, "written": _raw_rows(mixed)}
 
 
-def _route_weights(inputs: Inputs) -> Iterator[Hypothesis]:
-    layout, weights = inputs.layout, inputs.routed_expert_weights.float()
-    device = weights.device
-    padded = torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=device)
-    in_group = torch.cat([torch.arange(size, device=device) for size in layout.sizes])
-
-    def weighted(cause: str, factor: Callable[[torch.Tensor], torch.Tensor]) -> Hypothesis:
-        return Hypothesis(cause, lambda rows: _unweighted(inputs, rows) * factor(rows)[:, None])
-
-    def at(index: torch.Tensor) -> torch.Tensor:
-        """Weight at an index, unknown outside."""
-        inside = (index >= 0) & (index < len(weights))
-        return torch.where(inside, weights[index.clamp(0, max(0, len(weights) - 1))], torch.inf)
-
-    yield weighted("the route weight is missing", lambda rows: torch.ones(len(rows), device=device))
-    yield weighted("the route weight is applied twice", lambda rows: weights[rows].square())
-    yield weighted(
-        "the route weight is read at the padded row; it lives at the raw row, group_offsets[e] + row",
-        lambda rows: at(padded[rows]),
-    )
-    yield weighted(
-        "the route weight is read at the row inside its group: group_offsets[e] is missing",
-        lambda rows: at(in_group[rows]),
-    )
-    yield weighted(
-        "the route weight is read at the row inside its block of 128", lambda rows: at(in_group[rows] % layout.block)
-    )
+def _weighted(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Another factor than the row's own route weight."""
+    weights, in_group = inputs.routed_expert_weights.float(), _in_group(inputs)
+    padded = torch.tensor(inputs.layout.raw_to_padded, dtype=torch.int64, device=weights.device)
+    in_block = in_group % inputs.layout.block
+    read = "the route weight is read"
+    yield "the route weight is missing", {"factor": torch.ones_like(weights)}
+    yield "the route weight is applied twice", {"factor": weights.square()}
+    at_padded = _at(weights, padded, torch.inf)
+    yield f"{read} at the padded row; it lives at the raw row, group_offsets[e] + row", {"factor": at_padded}
+    yield f"{read} at the row inside its group: group_offsets[e] is missing", {"factor": weights[in_group]}
+    yield f"{read} at the row inside its block of {inputs.layout.block}", {"factor": weights[in_block]}
     for shift in (1, -1):
-        moved = weights.roll(-shift)
-        yield weighted(f"the route weight is read one row off ({shift:+d})", partial(torch.index_select, moved, 0))
-    if inputs.routed_expert_weights.dtype == torch.float32 and len(weights):
+        yield f"{read} one row off ({shift:+d})", {"factor": weights.roll(-shift)}
+    if inputs.routed_expert_weights.dtype == torch.float32:
         halves = inputs.routed_expert_weights.view(torch.float16).float()
-        yield weighted("the fp32 route weights are read as fp16", lambda rows: halves[rows])
+        yield "the fp32 route weights are read as fp16", {"factor": halves}
 
 
-def _some_weight(made: Made) -> Hypothesis:
-    """Whatever weight a row got: all of it is one multiple of the right answer, which nothing else looks like."""
-
-    def answer(rows: torch.Tensor) -> torch.Tensor:
-        right = _unweighted(made.inputs, rows)
-        got = made.out[made.inputs.valid_rows[rows]].float()
-        weight = (got * right).sum(dim=1, keepdim=True) / right.square().sum(dim=1, keepdim=True)
-        own = made.inputs.routed_expert_weights[rows, None].float()
-        # A row of zeros or NaN is a multiple of anything, and a row with its own weight has another fault.
-        other = torch.isfinite(weight) & (weight != 0) & ((weight - own).abs() > 0.02 * own.abs())
-        return torch.where(other, weight * right, torch.inf)
-
-    return Hypothesis(
-        "another route weight than the row's own: it is read at a wrong place, usually at the padded row", answer
-    )
-
-
-def _formulas(inputs: Inputs) -> Iterator[Hypothesis]:
-    def formula(cause: str, hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Hypothesis:
-        def compute(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-            return hidden(x @ gate.T, x @ up.T) @ down.T
-
-        return Hypothesis(cause, lambda rows: _answers(inputs, rows, compute))
-
-    yield formula("gate and up are swapped: silu belongs to the gate", lambda g, u: F.silu(u) * g)
-    yield formula("SiLU is missing", lambda g, u: g * u)
-    yield formula("sigmoid instead of SiLU: the factor g is missing", lambda g, u: torch.sigmoid(g) * u)
-    yield formula("the up projection is missing", lambda g, u: F.silu(g))
-    yield formula("the gate projection is missing", lambda g, u: u)
-    yield formula("silu is applied to the product instead of the gate", lambda g, u: F.silu(g * u))
-    yield formula("exp2 is used without the factor log2(e) = 1.44269504", lambda g, u: g / (1 + torch.exp2(-g)) * u)
-    yield formula("the sign in the sigmoid is wrong", lambda g, u: g * torch.sigmoid(-g) * u)
-    yield formula("gate and up are added instead of multiplied", lambda g, u: F.silu(g) + u)
-    yield formula("gate stands in for up as well", lambda g, u: F.silu(g) * g)
-    yield formula("up stands in for gate as well", lambda g, u: F.silu(u) * u)
-    yield formula("GELU instead of SiLU", lambda g, u: F.gelu(g) * u)
-    yield formula("ReLU instead of SiLU", lambda g, u: F.relu(g) * u)
-    yield formula("hard swish instead of SiLU", lambda g, u: F.hardswish(g) * u)
-    yield formula("sigmoid(1.702 * g), a fast GELU, instead of SiLU", lambda g, u: g * torch.sigmoid(1.702 * g) * u)
-    yield formula(
-        "sigmoid(2 * g) instead of sigmoid(g): the half in tanh(g / 2) is missing",
-        lambda g, u: g * torch.sigmoid(2 * g) * u,
-    )
-    yield formula("tanh instead of SiLU", lambda g, u: torch.tanh(g) * u)
-
-
-def _indices(made: Made) -> Iterator[Hypothesis]:
-    inputs, layout = made.inputs, made.inputs.layout
-    experts = layout.num_experts
-    for shift in (1, -1):
-        which = "next" if shift > 0 else "previous"
-        others = [(expert + shift) % experts for expert in range(experts)]
-        yield Hypothesis(
-            f"the {which} expert's weights are used", partial(_answers, inputs, expert_of=others.__getitem__)
-        )
-        for name in ("gate_w", "up_w", "down_w"):
-            rolled: dict[str, Any] = {name: getattr(inputs, name).roll(-shift, 0)}
-            yield Hypothesis(f"the {which} expert's {name} is used", partial(_answers, replace(inputs, **rolled)))
-    yield Hypothesis("expert 0 is used for every row", partial(_answers, inputs, expert_of=([0] * experts).__getitem__))
-    tokens = inputs.stacked_expert_tokens
+def _misplaced(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tokens, results and matrices at a wrong place."""
+    layout, tokens = inputs.layout, inputs.stacked_expert_tokens
     compact = tokens.clone()
     compact[inputs.valid_rows] = tokens[: layout.num_rows]
-    yield Hypothesis(
-        "the tokens are read at raw rows; they live at padded rows, group_padded_offsets[e] + row",
-        partial(_answers, replace(inputs, stacked_expert_tokens=compact)),
-    )
+    cause = "the tokens are read at raw rows; they live at padded rows, group_padded_offsets[e] + row"
+    yield cause, {"inputs": replace(inputs, stacked_expert_tokens=compact)}
     for shift in (1, -1):
-        yield Hypothesis(
-            f"the tokens are read one row off ({shift:+d})",
-            partial(_answers, replace(inputs, stacked_expert_tokens=tokens.roll(-shift, 0))),
-        )
-    yield Hypothesis(
-        "the result is written to raw rows of out instead of padded rows", lambda rows: _compact(made, rows)
-    )
+        moved = replace(inputs, stacked_expert_tokens=tokens.roll(-shift, 0))
+        yield f"the tokens are read one row off ({shift:+d})", {"inputs": moved}
+    rows = torch.arange(len(tokens), device=tokens.device)
+    cause = "the result is written to raw rows of out instead of padded rows"
+    yield cause, {"written": torch.where(rows < layout.num_rows, rows, -1)}
     for distance, name in ((1, "one row"), (layout.block, "one block")):
-        for sign, direction in ((-1, "far"), (1, "early")):
-            yield Hypothesis(
-                f"the result is written {name} too {direction}",
-                lambda rows, shift=sign * distance: _shifted(made, inputs.valid_rows[rows], shift),  # type: ignore[misc]
-            )
-    hidden, intermediate = inputs.case.hidden, inputs.case.intermediate
+        for shift, direction in ((-distance, "far"), (distance, "early")):
+            written = _at(_raw_rows(inputs), rows + shift, -1)
+            yield f"the result is written {name} too {direction}", {"written": written}
 
-    def read_as(cause: str, **weights: Any) -> Hypothesis:
-        return Hypothesis(cause, partial(_answers, replace(inputs, **weights)))
+    def transposed(*names: str) -> dict[str, Inputs]:
+        """The memory of matrices read as if rows were columns."""
+        weights = [(name, getattr(inputs, name)) for name in names]
+        read: dict[str, Any] = {name: w.reshape(len(w), w.shape[2], w.shape[1]).transpose(1, 2) for name, w in weights}
+        return {"inputs": replace(inputs, **read)}
 
-    # The memory of an (A, B) matrix read as if it were (B, A).
-    def transposed(weights: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        return weights.reshape(experts, columns, rows).transpose(1, 2)
-
-    yield read_as(
-        "down_w is read transposed: it is (E, hidden, intermediate)",
-        down_w=transposed(inputs.down_w, hidden, intermediate),
-    )
-    yield read_as(
-        "gate_w and up_w are read transposed: they are (E, intermediate, hidden)",
-        gate_w=transposed(inputs.gate_w, intermediate, hidden), up_w=transposed(inputs.up_w, intermediate, hidden),
-    )  # fmt: skip
+    yield "down_w is read transposed: it is (E, hidden, intermediate)", transposed("down_w")
+    cause = "gate_w and up_w are read transposed: they are (E, intermediate, hidden)"
+    yield cause, transposed("gate_w", "up_w")
 
 
-def _reductions(inputs: Inputs) -> Iterator[Hypothesis]:
-    for name, stage, extent in (
-        ("hidden", "stage 1", inputs.case.hidden), ("intermediate", "stage 2", inputs.case.intermediate),
-    ):  # fmt: skip
+def _cut(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sums over a part of H in stage 1, or of I in stage 2."""
+    for stage, name in ((1, "hidden"), (2, "intermediate")):
+        extent = getattr(inputs.case, name)
         chunks = [chunk for chunk in _CHUNKS if chunk < extent]
-        found: list[tuple[str, slice]] = []
         for chunk in chunks:
-            found += [
-                (f"only the first {chunk} of {name} are in the sum of {stage}", slice(0, chunk)),
-                (
-                    f"only the last {chunk} of {name} are in the sum of {stage}: the loop clears its accumulator",
-                    slice(extent - chunk, extent),
-                ),
-            ]
-        found += [
-            (f"the {part} {chunk} of {name} are missing from the sum of {stage}", kept)
-            for chunk in chunks
-            for part, kept in (("last", slice(0, extent - chunk)), ("first", slice(chunk, extent)))
-        ]
-        for cause, kept in found:
-            yield Hypothesis(cause, partial(_answers, inputs, formula=_cut(name, kept)))
+            only = f"{chunk} of {name} are in the sum of stage {stage}"
+            yield f"only the first {only}", {f"stage_{stage}": slice(0, chunk)}
+            cause = f"only the last {only}: the loop clears its accumulator"
+            yield cause, {f"stage_{stage}": slice(extent - chunk, extent)}
+        for chunk in chunks:
+            missing = f"{chunk} of {name} are missing from the sum of stage {stage}"
+            yield f"the last {missing}", {f"stage_{stage}": slice(0, extent - chunk)}
+            yield f"the first {missing}", {f"stage_{stage}": slice(chunk, extent)}
 
 
-def _roundings(inputs: Inputs) -> Iterator[Hypothesis]:
-    def bf16(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.bfloat16().float()
+def _own(name: str, expert: int) -> int:
+    return expert
 
-    def eight_bits(tensor: torch.Tensor) -> torch.Tensor:
-        scale = tensor.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
-        return (tensor / scale).round() * scale
 
-    def rounded(cause: str, weight: Callable[[torch.Tensor], torch.Tensor], hidden: bool) -> Hypothesis:
-        def compute(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-            h = F.silu(x @ weight(gate).T) * (x @ weight(up).T)
-            return (bf16(h) if hidden else h) @ weight(down).T
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
 
-        return Hypothesis(cause, lambda rows: _answers(inputs, rows, compute), _SAME_ROUNDING)
 
-    same: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
-    yield rounded("the hidden activation is rounded to bf16", same, hidden=True)
-    yield rounded("weights are rounded to bf16", bf16, hidden=False)
-    yield rounded("weights are rounded to 8 bits", eight_bits, hidden=False)
+def _bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+def _eight_bits(tensor: torch.Tensor) -> torch.Tensor:
+    scale = tensor.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+    return (tensor / scale).round() * scale
+
+
+_ROUNDINGS: dict[str, dict[str, Any]] = {
+    "the hidden activation is rounded to bf16": {"hidden": lambda g, u: _bf16(_swiglu(g, u))},
+    "weights are rounded to bf16": {"rounded": _bf16},
+    "weights are rounded to 8 bits": {"rounded": _eight_bits},
+}
 
 
 def _answers(
-    inputs: Inputs, rows: torch.Tensor, formula: _Formula | None = None,
-    expert_of: Callable[[int], int] = lambda expert: expert,
+    made: Made, rows: torch.Tensor, *, inputs: Inputs | None = None,
+    hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _swiglu,
+    expert_of: Callable[[str, int], int] = _own, rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    stage_1: slice = _ALL, stage_2: slice = _ALL, factor: torch.Tensor | None = None,
+    written: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The answer at some raw rows, (R, H) fp32, with another formula or other experts."""
-    return _unweighted(inputs, rows, formula, expert_of) * inputs.routed_expert_weights[rows, None].float()
+    """What is found at some raw rows, (R, H) fp32, after one mistake; without one the right answer.
 
-
-def _unweighted(
-    inputs: Inputs, rows: torch.Tensor, formula: _Formula | None = None,
-    expert_of: Callable[[int], int] = lambda expert: expert,
-) -> torch.Tensor:  # fmt: skip
-    formula = formula or _right
-    storage = inputs.valid_rows[rows]
-    owner = _owners(inputs)[rows]
+    Args:
+        made: the call.
+        rows: raw rows, (R,).
+        inputs: instead of the call's.
+        hidden: formula of gate and up, see :data:`_FORMULAS`.
+        expert_of: which expert's weight is used, see :data:`_EXPERTS`.
+        rounded: what a matrix of weights becomes.
+        stage_1, stage_2: which part of H and of I is in the sum.
+        factor: (N,) instead of the route weights.
+        written: (P,) the raw row whose answer goes to a storage row of ``out``, -1 for none.
+    """
+    inputs = inputs or made.inputs
+    storage = made.inputs.valid_rows[rows]
+    raw = rows if written is None else written[storage]
+    source = raw.clamp_min(0)
+    x = inputs.stacked_expert_tokens[inputs.valid_rows[source]].float()[:, stage_1]
     answer = torch.empty(len(rows), inputs.case.hidden, device=rows.device)
-    for expert in owner.unique().tolist():
-        mine = owner == expert
-        used = expert_of(expert)
-        weights = (inputs.gate_w[used].float(), inputs.up_w[used].float(), inputs.down_w[used].float())
-        answer[mine] = formula(inputs.stacked_expert_tokens[storage[mine]].float(), *weights)
+    for expert, mine in _experts(inputs, source):
+        used = [getattr(inputs, name)[expert_of(name, expert) % inputs.case.num_experts] for name in WEIGHTS]
+        gate, up, down = (rounded(weight.float()) for weight in used)
+        h = hidden(x[mine] @ gate[:, stage_1].T, x[mine] @ up[:, stage_1].T)
+        answer[mine] = h[:, stage_2] @ down[:, stage_2].T
+    answer *= (inputs.routed_expert_weights if factor is None else factor)[source, None].float()
+    return torch.where(raw[:, None] < 0, made.out_before[storage].float(), answer)
+
+
+def _some_weight(made: Made, rows: torch.Tensor) -> torch.Tensor:
+    """The right answer times whatever weight a row got, which nothing else looks like."""
+    weights = made.inputs.routed_expert_weights.float()
+    right = _answers(made, rows, factor=torch.ones_like(weights))
+    got = made.out[made.inputs.valid_rows[rows]].float()
+    weight = (got * right).sum(dim=1, keepdim=True) / right.square().sum(dim=1, keepdim=True)
+    own = weights[rows, None]
+    # A row of zeros or NaN is a multiple of anything, and a row with its own weight has another fault.
+    other = torch.isfinite(weight) & (weight != 0) & ((weight - own).abs() > 0.02 * own.abs())
+    return torch.where(other, weight * right, torch.inf)
+
+
+def _stale(now: Inputs, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
+    """Stage 2 of this call on the hidden activation that an earlier call left at the same padded rows."""
+    raw = _raw_rows(old)[now.valid_rows[rows]]
+    answer = torch.full((len(rows), now.case.hidden), torch.inf, device=rows.device)
+    x = old.stacked_expert_tokens[old.valid_rows[raw]].float()
+    for (expert, mine), (other, theirs) in itertools.product(_experts(now, rows), _experts(old, raw.clamp_min(0))):
+        both = mine & theirs & (raw >= 0)
+        if both.any():
+            left = _swiglu(x[both] @ old.gate_w[other].float().T, x[both] @ old.up_w[other].float().T)
+            answer[both] = left @ now.down_w[expert].float().T * now.routed_expert_weights[rows[both], None].float()
     return answer
 
 
-def _right(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+def _experts(inputs: Inputs, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each expert that owns some of the rows, and a mask (R,) of those."""
+    ends = torch.tensor(inputs.layout.offsets[1:], device=rows.device)
+    owner = torch.searchsorted(ends, rows, right=True)
+    for expert in owner.unique().tolist():
+        yield expert, owner == expert
 
 
-def _cut(name: str, kept: slice) -> _Formula:
-    def compute(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        if name == "hidden":
-            x, gate, up = x[:, kept], gate[:, kept], up[:, kept]
-        h = F.silu(x @ gate.T) * (x @ up.T)
-        return h[:, kept] @ down[:, kept].T if name == "intermediate" else h @ down.T
-
-    return compute
+def _in_group(inputs: Inputs) -> torch.Tensor:
+    """Row inside its group of each raw row, (N,)."""
+    return torch.cat([torch.arange(size, device=inputs.out.device) for size in inputs.layout.sizes])
 
 
-def _owners(inputs: Inputs) -> torch.Tensor:
-    """Expert of each raw row, (N,)."""
-    sizes = torch.tensor(inputs.layout.sizes, device=inputs.out.device)
-    return torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-
-
-def _in_storage(inputs: Inputs) -> torch.Tensor:
+def _raw_rows(inputs: Inputs) -> torch.Tensor:
     """Raw row that lives at each storage row, (P,); -1 for padding."""
     raw = torch.full((inputs.out.shape[0],), -1, dtype=torch.int64, device=inputs.out.device)
     raw[inputs.valid_rows] = torch.arange(inputs.layout.num_rows, device=raw.device)
     return raw
 
 
-def _at_storage(inputs: Inputs, storage: torch.Tensor) -> torch.Tensor:
-    """The right answer of whatever row lives at some storage rows; unknown for padding and outside."""
-    lookup = _in_storage(inputs)
-    inside = (storage >= 0) & (storage < len(lookup))
-    raw = torch.where(inside, lookup[storage.clamp(0, len(lookup) - 1)], -1)
-    answer = _answers(inputs, raw.clamp_min(0))
-    answer[raw < 0] = torch.inf
-    return answer
-
-
-def _shifted(made: Made, storage: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """What is found at storage rows if each holds the answer of the row that lies ``shift`` further on."""
-    answer = _at_storage(made.inputs, storage + shift)
-    unwritten = torch.isinf(answer).any(dim=1)
-    answer[unwritten] = made.out_before[storage[unwritten]].float()
-    return answer
-
-
-def _compact(made: Made, rows: torch.Tensor) -> torch.Tensor:
-    """What is found at padded rows if raw row i is written to row i of out."""
-    inputs = made.inputs
-    storage = inputs.valid_rows[rows]
-    written = storage < inputs.layout.num_rows
-    answer = made.out_before[storage].float()
-    answer[written] = _answers(inputs, storage[written])
-    return answer
-
-
-def _stale_hidden(now: Inputs, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
-    """Stage 2 of this call on the hidden activation that an earlier call left at the same padded rows."""
-    raw = _in_storage(old)[now.valid_rows[rows]]
-    mine, theirs = _owners(now)[rows], _owners(old)[raw.clamp_min(0)]
-    answer = torch.full((len(rows), now.case.hidden), torch.inf, device=rows.device)
-    for expert, other in {(int(a), int(b)) for a, b, c in zip(mine, theirs, raw, strict=True) if c >= 0}:
-        both = (mine == expert) & (theirs == other) & (raw >= 0)
-        x = old.stacked_expert_tokens[old.valid_rows[raw[both]]].float()
-        left = F.silu(x @ old.gate_w[other].float().T) * (x @ old.up_w[other].float().T)
-        answer[both] = left @ now.down_w[expert].float().T * now.routed_expert_weights[rows[both], None].float()
-    return answer
-
-
-def _with_layout_of(made: Made, old: Inputs, rows: torch.Tensor) -> torch.Tensor:
-    """This call's tensors, cut into groups as an earlier call was; rows that belonged to no group are not written."""
-    mixed = replace(
-        made.inputs, layout=old.layout, group_sizes=old.group_sizes, group_offsets=old.group_offsets,
-        group_padded_offsets=old.group_padded_offsets, group_idx_for_bx=old.group_idx_for_bx,
-    )  # fmt: skip
-    return _shifted(replace(made, inputs=mixed), made.inputs.valid_rows[rows])
+def _at(values: torch.Tensor, index: torch.Tensor, outside: float) -> torch.Tensor:
+    """Values at an index, and what stands for those outside."""
+    inside = (index >= 0) & (index < len(values))
+    return torch.where(inside, values[index.clamp(0, max(0, len(values) - 1))], outside)
 
 
 def _padding_cause(made: Made) -> str:
     """Why padding rows of ``out`` are not zero."""
     inputs, rows = made.inputs, made.comparison.padding_rows
-    held = made.out_before[rows]
-    now = made.out[rows]
+    held, now = made.out_before[rows], made.out[rows]
     if bool(((now == held) | (now.isnan() & held.isnan())).all()):
         return "padding rows of out are left unwritten: right only where out arrives zeroed"
     if bool(now.isnan().any()):
@@ -502,18 +405,13 @@ def _padding_cause(made: Made) -> str:
             "padding rows are computed and stored, and NaN comes through: multiplying by a zero mask keeps NaN, select "
             "with `row < actual_rows` instead"
         )
-    layout = inputs.layout
-    owner = [layout.block_map[int(row) // layout.block] for row in rows]
-    x = inputs.stacked_expert_tokens[rows].float()
-    answer = torch.stack(
-        [
-            _right(x[i : i + 1], *(w[e].float() for w in (inputs.gate_w, inputs.up_w, inputs.down_w)))[0]
-            for i, e in enumerate(owner)
-        ]
-    )
-    if _agreement(answer, now.float()) > _NAMED:
-        return "padding rows are computed like valid ones: the store is not masked with actual_rows"
-    return "padding rows are written: the store is not masked with actual_rows"
+    # As if every row were valid: then raw and storage rows are the same.
+    offsets = inputs.layout.padded_offsets
+    full = replace(inputs, layout=GroupedLayout(tuple(end - start for start, end in itertools.pairwise(offsets))))
+    answer = _answers(replace(made, inputs=full), rows, factor=torch.ones(offsets[-1], device=rows.device))
+    computed = _agreement(answer, now.float(), _SAME, bits=False) > _NAMED
+    which = "computed like valid ones" if computed else "written"
+    return f"padding rows are {which}: the store is not masked with actual_rows"
 
 
 def pattern_of(made: Made) -> str | None:
@@ -522,63 +420,52 @@ def pattern_of(made: Made) -> str | None:
     Args:
         made: a call with wrong rows.
     """
-    inputs, layout = made.inputs, made.inputs.layout
-    wrong = made.comparison.wrong_rows.cpu()
+    wrong = made.comparison.wrong_rows
     if not wrong.any():
         return None
-    owner = _owners(inputs).cpu()
-    in_group = torch.cat([torch.arange(size) for size in layout.sizes])
-    last = in_group == torch.tensor(layout.sizes)[owner] - 1
-    parts = []
-    experts = owner[wrong].unique()
-    rows_patterns: list[tuple[str, torch.Tensor]] = [
-        ("the last row of each group", last),
-        ("the last row of each full block of 128", in_group % layout.block == layout.block - 1),
-        ("the last valid row of each block", last | (in_group % layout.block == layout.block - 1)),
-        ("the first row of each group", in_group == 0),
-        ("rows from 128 on in each group: only its first block is computed", in_group >= layout.block),
-        ("the first block of each group", in_group < layout.block),
-        (
-            "the last block of each group, the partly filled one",
-            _tail_block(layout.sizes, owner, in_group, layout.block),
-        ),
-        ("the upper half of each block, rows 64 to 127", in_group % layout.block >= layout.block // 2),
-        ("the lower half of each block, rows 0 to 63", in_group % layout.block < layout.block // 2),
+    columns = _wrong_columns(made)
+    parts = [
+        None if wrong.all() else _rows_pattern(made.inputs, wrong),
+        None if columns.all() else _columns_pattern(torch.nonzero(columns).flatten()),
     ]
-    everything = bool(wrong.all())
-    named = next((name for name, rows in rows_patterns if torch.equal(rows, wrong)), None)
-    if named and not everything:
-        parts.append(f"exactly {named}")
-    elif not everything and torch.equal(torch.isin(owner, experts), wrong):
-        listed = ", ".join(map(str, experts.tolist()))
-        parts.append(f"exactly the rows of expert{'s' if len(experts) > 1 else ''} {listed}")
-    elif not everything:
-        residue = _residue(in_group[wrong], (64, 32, 16, 8, 4, 2))
-        if residue:
-            parts.append(f"rows that are {residue[1]} modulo {residue[0]}")
-    columns = _wrong_columns(made).cpu()
-    if columns.any() and not columns.all():
-        listed_columns = torch.nonzero(columns).flatten()
-        first, final = int(listed_columns[0]), int(listed_columns[-1])
-        residue = _residue(listed_columns, (64, 32, 16, 8, 4, 2))
-        if final - first + 1 == len(listed_columns):
-            parts.append(f"columns {first} to {final} only")
-        elif residue:
-            parts.append(f"columns that are {residue[1]} modulo {residue[0]}")
-    return ", ".join(parts) or None
+    return ", ".join(part for part in parts if part) or None
 
 
-def _tail_block(sizes: Sequence[int], owner: torch.Tensor, in_group: torch.Tensor, block: int) -> torch.Tensor:
-    full = torch.tensor([size // block * block for size in sizes])
-    return in_group >= full[owner]
+def _rows_pattern(inputs: Inputs, wrong: torch.Tensor) -> str | None:
+    layout, block = inputs.layout, inputs.layout.block
+    in_group = _in_group(inputs)
+    sizes = torch.tensor(layout.sizes, device=wrong.device)
+    size = torch.repeat_interleave(sizes, sizes)
+    last, in_block = in_group == size - 1, in_group % block
+    for name, rows in {
+        "the last row of each group": last,
+        "the last row of each full block of 128": in_block == block - 1,
+        "the last valid row of each block": last | (in_block == block - 1),
+        "the first row of each group": in_group == 0,
+        "rows from 128 on in each group: only its first block is computed": in_group >= block,
+        "the first block of each group": in_group < block,
+        "the last block of each group, the partly filled one": in_group >= size // block * block,
+        "the upper half of each block, rows 64 to 127": in_block >= block // 2,
+        "the lower half of each block, rows 0 to 63": in_block < block // 2,
+    }.items():
+        if torch.equal(rows, wrong):
+            return f"exactly {name}"
+    experts = [expert for expert, _ in _experts(inputs, torch.nonzero(wrong).flatten())]
+    if int(sum(layout.sizes[expert] for expert in experts)) == int(wrong.sum()):
+        return f"exactly the rows of expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"
+    return _residue("rows", in_group[wrong])
 
 
-def _residue(values: torch.Tensor, moduli: Sequence[int]) -> tuple[int, int] | None:
+def _columns_pattern(columns: torch.Tensor) -> str | None:
+    first, final = int(columns[0]), int(columns[-1])
+    if final - first + 1 == len(columns):
+        return f"columns {first} to {final} only"
+    return _residue("columns", columns)
+
+
+def _residue(what: str, values: torch.Tensor) -> str | None:
     """The largest modulus under which all values are equal, if at least three of them say so."""
-    if values.numel() < 3:
-        return None
-    for modulus in moduli:
-        left = values % modulus
-        if bool((left == left[0]).all()):
-            return modulus, int(left[0])
+    for modulus in (64, 32, 16, 8, 4, 2) if values.numel() >= 3 else ():
+        if bool((values % modulus == values[0] % modulus).all()):
+            return f"{what} that are {int(values[0]) % modulus} modulo {modulus}"
     return None

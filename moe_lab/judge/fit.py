@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_lab.judge.arena import private_folder
@@ -13,7 +15,6 @@ from moe_lab.problem.contract import CASES, Case
 from moe_lab.problem.errors import MoeLabError
 from moe_lab.problem.submission import Submission
 
-_DEVICE = "c500"
 #: No public TileLang lowers for the C500. This target multiplies buffers by pipeline stages as the C500's compiler was
 #: reported to, and does no warp specialisation.
 _STAND_IN = "sm_80"
@@ -22,22 +23,18 @@ _TIMEOUT_S = 120.0
 _SCRATCH_BYTES = 16 << 20
 _SAID_CHARS = 240
 
+_Cases = defaultdict[str, list[str]]
+
 
 @dataclass(frozen=True)
 class FitResult:
-    """What the contest's cases need against what a C500 has.
+    """What the contest's cases need against what a C500 has."""
 
-    Attributes:
-        lines: one sentence for each case.
-        problems: sentences about what does not fit; empty if everything known fits.
-        unknown: what could not be told and why, one clause each.
-        messages: what the compiler said about that, in full and each once.
-    """
-
-    lines: tuple[str, ...]
-    problems: tuple[str, ...]
-    unknown: tuple[str, ...]
-    messages: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # one sentence for each case
+    problems: tuple[str, ...] = ()  # sentences about what does not fit; empty if everything known fits
+    unknown: tuple[str, ...] = ()  # what could not be told and why, one clause each
+    messages: tuple[str, ...] = ()  # what the compiler said about that, in full and each once
+    rulings: tuple[tuple[str, str], ...] = ()  # rules that the kernels break, by id, and what was found
 
 
 def c500_fit(submission: Submission) -> FitResult:
@@ -54,27 +51,25 @@ def c500_fit(submission: Submission) -> FitResult:
             asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
             answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=folder)
     except MoeLabError as error:
-        return FitResult((), (), (f"resources on a C500: {error}",))
-    # What is equal for several cases is said once.
-    found: dict[str, list[str]] = {}
-    problems: dict[str, list[str]] = {}
-    unknown: dict[str, list[str]] = {}
+        return FitResult(unknown=(f"resources on a C500: {error}",))
+    # What is equal for several cases is said once: from the words to the names of the cases.
+    lines, problems, unknown = _Cases(list), _Cases(list), _Cases(list)
     messages: dict[str, None] = {}
     for (cases, registers), answer in zip(alike, answers, strict=True):
         names = [case.name for case in cases]
         if isinstance(answer, LoweringError):
-            unknown.setdefault(_why(answer), []).extend(names)
-            messages.setdefault(answer.message)
+            unknown[_why(answer)] += names
+            messages[answer.message] = None
             continue
         parts = []
         for number, kernel in enumerate(answer):
             held = registers[number] if len(registers) == len(answer) else None
-            for reason in _reasons(kernel):
-                problems.setdefault(f"launch {number + 1}: {reason}", []).extend(names)
             parts.append(f"launch {number + 1} {_sentence(kernel, held)}")
-        found.setdefault("; ".join(parts), []).extend(names)
+            for reason in _reasons(kernel):
+                problems[f"launch {number + 1}: {reason}"] += names
+        lines["; ".join(parts)] += names
     return FitResult(
-        tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in found.items()),
+        tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in lines.items()),
         tuple(f"{', '.join(names)}, {text}" for text, names in problems.items()),
         tuple(f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in unknown.items()),
         tuple(messages),
@@ -109,27 +104,25 @@ def _why(error: LoweringError) -> str:
     return f"{error.name} cannot be lowered for {target}: {said}"
 
 
-def _reasons(kernel: LoweredKernel) -> list[str]:
-    device = devices.device(_DEVICE)
-    reasons = []
-    if kernel.shared_bytes > device.shared_per_block_bytes:
-        reasons.append(
-            f"needs {kernel.shared_bytes} bytes of shared memory, a block of the {device.title} has "
-            f"{device.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
+def _reasons(kernel: LoweredKernel) -> Iterator[str]:
+    """Why a launch does not fit."""
+    c500 = devices.device("c500")
+    if kernel.shared_bytes > c500.shared_per_block_bytes:
+        yield (
+            f"needs {kernel.shared_bytes} bytes of shared memory, a block of the {c500.title} has "
+            f"{c500.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
         )
-    most = device.most_threads_per_block
+    most = c500.most_threads_per_block
     if kernel.threads > most:
-        reasons.append(f"has {kernel.threads} threads a block, the {device.title} takes {most}")
-    return reasons
+        yield f"has {kernel.threads} threads a block, the {c500.title} takes {most}"
 
 
 def _sentence(kernel: LoweredKernel, registers: int | None) -> str:
-    device = devices.device(_DEVICE)
-    text = f"takes {kernel.shared_bytes} of {device.shared_per_block_bytes} bytes shared, {kernel.threads} threads"
-    if kernel.threads % device.lanes:
-        text += f" (no multiple of its {device.lanes} lanes)"
-    if registers is not None:
-        text += f", at least {registers} of {device.registers_per_thread} registers a thread"
-        if registers > device.registers_per_thread:
-            text += " (the rest spills to memory)"
-    return text
+    c500 = devices.device("c500")
+    text = f"takes {kernel.shared_bytes} of {c500.shared_per_block_bytes} bytes shared, {kernel.threads} threads"
+    if kernel.threads % c500.lanes:
+        text += f" (no multiple of its {c500.lanes} lanes)"
+    if registers is None:
+        return text
+    spills = " (the rest spills to memory)" if registers > c500.registers_per_thread else ""
+    return f"{text}, at least {registers} of {c500.registers_per_thread} registers a thread{spills}"

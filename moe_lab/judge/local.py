@@ -6,21 +6,22 @@ import hashlib
 import os
 import secrets
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from moe_lab.judge import rules
+from moe_lab.judge import diagnose, rules
 from moe_lab.judge.ahead import Ahead, processes_for
-from moe_lab.judge.checks import Problem, check_group, experiments, new_report
+from moe_lab.judge.checks import Problem, check_group, new_report
 from moe_lab.judge.compare import error_map
 from moe_lab.judge.fit import FitResult, c500_fit
-from moe_lab.judge.plan import Group, Plan, default_plan
+from moe_lab.judge.plan import Group, Plan, default_plan, variant_groups
 from moe_lab.judge.score import score
-from moe_lab.judge.session import Progress, Session, Stopped
-from moe_lab.judge.variants import run_variants, variant_groups
-from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, Verdict
+from moe_lab.judge.session import Made, Progress, Session, Stopped
+from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, VariantReport, Verdict
 from moe_lab.machine import backend, devices
 from moe_lab.machine.timing import summarise
 from moe_lab.model.roofline import bound, work
@@ -32,6 +33,17 @@ Profile = Literal["contest", "open"]
 
 #: What breaking a rule of this kind is called; every other kind is a rule violation.
 _KIND_VERDICTS = {"contract": Verdict.CONTRACT_ERROR, "limit": Verdict.RESOURCE_ERROR}
+#: Calls that differ from a wrong one in a single thing that a right kernel does not depend on: what it means if such a
+#: call is right, and what to change in its group and in the call. Each is made alone and in a fresh process.
+_EXPERIMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "it is right when called first and alone: something is kept between calls": ({}, {}),
+    "it is right when the padding rows of the tokens are zero: their values leak, or a zero mask meets NaN": (
+        {}, {"token_poison": "zeros"},
+    ),
+    "it is right when fresh workspace memory is zero: rows of the workspace are read that nobody wrote, or a zero mask "
+    "multiplies NaN": ({"garbage": "zeros"}, {}),
+    "it is right when out arrives zeroed: valid rows of out are read or added to": ({}, {"out_fill": "zeros"}),
+}  # fmt: skip
 
 
 def judge(
@@ -56,37 +68,46 @@ def judge(
         The report. A failure of the judge itself is the verdict ``judge_error``, never a pass and never an exception.
     """
     say = progress or (lambda text: None)
-    seed = secrets.randbelow(1 << 31) if seed is None else seed
     name = submission.name if isinstance(submission, Submission) else Path(submission).name
     # Python keeps bytes of a path that are no text as characters that cannot be written.
     name = name.encode("utf-8", "replace").decode()
     say(f"reading {name}")
     report = Report(
         verdict=Verdict.JUDGE_ERROR, sentence="the judge did not finish", profile=profile,
-        submission=SubmissionReport(name=name), judge_sha256=judge_hash(), device="none", seed=seed,
+        submission=SubmissionReport(name=name), judge_sha256=judge_hash(), device="none",
+        seed=secrets.randbelow(1 << 31) if seed is None else seed,
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )  # fmt: skip
     start = time.monotonic()
     try:
-        _Run(report, plan, say).judge(submission)
-        report.verdict, report.sentence = Verdict.ACCEPTED, _accepted_sentence(report)
-    except Stopped as stop:
-        report.verdict, report.sentence = stop.verdict, stop.sentence
-    except MoeLabError as error:
-        report.verdict, report.sentence = Verdict.JUDGE_ERROR, str(error)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        report.verdict = Verdict.JUDGE_ERROR
+        _Run(report, say, _read(submission, report), plan).judge()
+        calls = sum(case.calls for case in report.cases)
+        report.verdict = Verdict.ACCEPTED
         report.sentence = (
-            f"this machine stopped the judge, which says nothing about the file: {where}{error.strerror or error}; "
-            "look at `df` and `ulimit -a`"
+            f"right on every row of {calls} calls in {len(report.cases)} cases, under the contest's tolerance and the "
+            f"strict bound, on {report.device}"
         )
     except Exception as error:  # noqa: BLE001 - whatever breaks in the judge must not look like a verdict
-        report.verdict = Verdict.JUDGE_ERROR
-        report.sentence = f"the judge itself failed, this says nothing about the file: {type(error).__name__}: {error}"
+        report.verdict, report.sentence = _said(error)
     report.seconds = round(time.monotonic() - start, 3)
     say(f"{report.verdict}: {report.sentence}")
     return report
+
+
+def _said(error: Exception) -> tuple[Verdict, str]:
+    """The verdict and the sentence for what ended a run."""
+    if isinstance(error, Stopped):
+        return error.verdict, error.sentence
+    if isinstance(error, MoeLabError):
+        return Verdict.JUDGE_ERROR, str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return Verdict.JUDGE_ERROR, (
+            f"this machine stopped the judge, which says nothing about the file: {where}{error.strerror or error}; "
+            "look at `df` and `ulimit -a`"
+        )
+    what = f"{type(error).__name__}: {error}"
+    return Verdict.JUDGE_ERROR, f"the judge itself failed, this says nothing about the file: {what}"
 
 
 def judge_hash() -> str:
@@ -98,129 +119,103 @@ def judge_hash() -> str:
     return digest.hexdigest()
 
 
-def _kind(found: FindingReport) -> str:
-    return rules.RULES[found.rule_id].kind
+def _read(given: Submission | str | os.PathLike[str], report: Report) -> Submission:
+    """The text, if it is Python."""
+    try:
+        submission = given if isinstance(given, Submission) else Submission.from_file(given)
+        lines = submission.source.count("\n") + 1
+        report.submission = SubmissionReport(name=submission.name, sha256=submission.source_hash, lines=lines)
+    except (SubmissionError, UnicodeEncodeError) as error:
+        raise Stopped(Verdict.CONTRACT_ERROR, str(error)) from None
+    try:
+        # Deep nesting can parse and still be refused by the compiler.
+        compile(submission.tree, submission.name, "exec", dont_inherit=True)
+    except SubmissionError as error:
+        raise Stopped(Verdict.COMPILE_ERROR, str(error)) from None
+    except SyntaxError as error:
+        raise Stopped(Verdict.COMPILE_ERROR, f"{submission.name}, line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Stopped(Verdict.COMPILE_ERROR, f"{submission.name} cannot be compiled as Python: {error}") from None
+    return submission
 
 
 class _Run:
     """One run: fills the report, raises :class:`Stopped` at the first reason to say no."""
 
-    def __init__(self, report: Report, plan: Plan | None, say: Progress) -> None:
-        self._report = report
-        self._given_plan = plan
-        self._say = say
+    def __init__(self, report: Report, say: Progress, submission: Submission, plan: Plan | None) -> None:
+        self._report, self._say, self._submission = report, say, submission
+        self._machine = backend.detect()
+        report.device, report.versions = self._machine.name, backend.versions()
+        self._device = self._machine.torch_device
+        self._plan = plan or default_plan(report.seed, self._device)
         self._beside = ThreadPoolExecutor(1)
         self._fit: Future[FitResult] | None = None
 
-    def judge(self, given: Submission | str | os.PathLike[str]) -> None:
-        """Everything in order: text, rules, calls, then what never changes the verdict."""
-        report = self._report
-        submission = self._read(given)
-        detected = backend.detect()
-        report.device, report.versions = detected.name, backend.versions()
-        self._device = detected.torch_device
-        self._plan = self._given_plan or default_plan(report.seed, self._device)
-        self._check_rules(submission)
-        with self._ahead(submission) as ahead, self._beside:
-            self._run_calls(submission, ahead, detected.kind)
-
-    def _ahead(self, submission: Submission) -> Ahead:
-        """Compile for every group but the first, which is called at once."""
-        plan = self._plan
-        variants = variant_groups(self._report.seed).values() if plan.variants else ()
+    def judge(self) -> None:
+        """Rules, calls and what the kernels need, then what never changes the verdict."""
+        plan, report = self._plan, self._report
+        self._check_rules()
+        variants = variant_groups(report.seed) if plan.variants else ()
         # A file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
         processes = processes_for(self._device) if plan.sandboxed else 0
-        return Ahead(
-            submission, (*plan.groups[1:], *variants), plan.limits, sandboxed=plan.sandboxed, device=self._device,
-            processes=processes,
-        )  # fmt: skip
+        # The first group is called at once.
+        with self._beside, Ahead(
+            self._submission, (*plan.groups[1:], *variants), plan.limits, sandboxed=plan.sandboxed,
+            device=self._device, processes=processes,
+        ) as ahead:  # fmt: skip
+            self._make_calls(ahead)
+            if plan.fit:
+                self._check_fit()
+            self._say_what_is_missing()
+            if variants:
+                self._try_variants(variants)
 
-    def _run_calls(self, submission: Submission, ahead: Ahead, kind: backend.Kind) -> None:
-        """All calls of the verdict, the limits of a C500, and what never changes the verdict."""
-        report = self._report
-        self._run_groups(submission, ahead)
-        if self._plan.fit:
-            self._check_fit(submission)
-        if self._device == "cpu":
-            report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
-        if kind == "maca" and len(report.timing) == len(CASES):
-            report.score = score([row.median_ms for row in report.timing]).points
-        else:
-            report.not_measured.append("contest score (only from times on a C500)")
-        if self._plan.variants:
-            report.variants = run_variants(
-                submission,
-                report.seed,
-                self._plan.limits,
-                sandboxed=self._plan.sandboxed,
-                say=self._say,
-                device=self._device,
-            )
-
-    def _read(self, given: Submission | str | os.PathLike[str]) -> Submission:
-        try:
-            if not isinstance(given, Submission):
-                given = Submission.from_file(given)
-            self._report.submission = SubmissionReport(
-                name=given.name, sha256=given.source_hash, lines=given.source.count("\n") + 1
-            )
-        except (SubmissionError, UnicodeEncodeError) as error:
-            raise Stopped(Verdict.CONTRACT_ERROR, str(error)) from None
-        try:
-            # Deep nesting can parse and still be refused by the compiler.
-            compile(given.tree, given.name, "exec", dont_inherit=True)
-        except SubmissionError as error:
-            raise Stopped(Verdict.COMPILE_ERROR, str(error)) from None
-        except SyntaxError as error:
-            raise Stopped(Verdict.COMPILE_ERROR, f"{given.name}, line {error.lineno}: {error.msg}") from None
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise Stopped(Verdict.COMPILE_ERROR, f"{given.name} cannot be compiled as Python: {error}") from None
-        return given
-
-    def _check_rules(self, submission: Submission) -> None:
+    def _check_rules(self) -> None:
         self._say("checking the rules")
         self._report.findings = [
-            FindingReport(
-                rule_id=found.rule_id, level=found.level, message=found.message, line=found.line, column=found.column
-            )
-            for found in rules.check(submission, self._report.profile)
+            FindingReport(**asdict(found))
+            for found in rules.check(self._submission, self._report.profile)
             if self._plan.sandboxed or rules.RULES[found.rule_id].kind == "contract"
         ]
         broken = [found for found in self._report.findings if found.level == "violation"]
         if broken:
             # The contract first: a file without run_kernel has little use for the rest.
-            first = min(broken, key=lambda found: _kind(found) != "contract")
+            first = min(broken, key=lambda found: rules.RULES[found.rule_id].kind != "contract")
             where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
-            verdict = _KIND_VERDICTS.get(_kind(first), Verdict.RULE_VIOLATION)
+            verdict = _KIND_VERDICTS.get(rules.RULES[first.rule_id].kind, Verdict.RULE_VIOLATION)
             raise Stopped(verdict, where + rules.told(first.message, first.rule_id, len(broken) - 1))
 
-    def _session(self, submission: Submission, groups: tuple[Group, ...]) -> Session:
-        return Session(
-            submission, groups, self._plan.limits, sandboxed=self._plan.sandboxed, say=self._say, device=self._device
-        )
+    def _ruled(self, rule_id: str, what: str) -> None:
+        """A ruling of the contest that only running or lowering the file shows: rejected there, said elsewhere."""
+        contest = self._report.profile == "contest"
+        message = f"{what}. {rules.RULES[rule_id].sentence}"
+        level: Literal["violation", "advice"] = "violation" if contest else "advice"
+        self._report.findings.append(FindingReport(rule_id=rule_id, level=level, message=message))
+        if contest:
+            raise Stopped(Verdict.RULE_VIOLATION, rules.told(message, rule_id))
 
-    def _run_groups(self, submission: Submission, ahead: Ahead) -> None:
-        plan = self._plan
+    def _session(self, groups: tuple[Group, ...]) -> Session:
+        return Session(
+            self._submission, groups, self._plan.limits, sandboxed=self._plan.sandboxed, say=self._say,
+            device=self._device,
+        )  # fmt: skip
+
+    def _make_calls(self, ahead: Ahead) -> None:
+        """All calls of the verdict."""
         problem: Problem | None = None
-        session = self._session(submission, plan.groups)
+        session = self._session(self._plan.groups)
         try:
             with session:
-                for group in plan.groups:
-                    if problem and (group.sparse or group.on_device):
-                        # The contest's shapes take longest and would only say the same again.
-                        continue
-                    ahead.wait(group, self._say)
-                    case = new_report(group)
-                    self._report.cases.append(case)
-                    found = check_group(
-                        session, group, case, stop_at_first=plan.stop_at_first, must_launch=plan.sandboxed
-                    )
-                    problem = problem or found
-                    if problem and plan.stop_at_first:
+                for group in self._plan.groups:
+                    if group.sparse or group.on_device:
+                        # The contest's shapes take longest: a wrong file they would only tell the same again, and a
+                        # file that got this far will be asked for its limits.
+                        if problem:
+                            continue
+                        self._start_fit()
+                    problem = self._call(session, group, ahead) or problem
+                    if problem and self._plan.stop_at_first:
                         break
-                    if not (problem or self._fit) and plan.fit and self._device != "cpu":
-                        # A GPU leaves the processor idle, and a file that got this far will be asked for its limits.
-                        self._fit = self._beside.submit(c500_fit, submission)
         except Stopped:
             # A wrong answer that came first is more telling than what ended the process later.
             if problem is None:
@@ -229,11 +224,12 @@ class _Run:
             self._report.log = session.log
             self._report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
         if problem:
-            self._explain(submission, problem)
+            self._explain(problem)
             raise Stopped(problem.verdict, problem.sentence)
         if session.computed:
-            self._torch_computed(sorted(session.computed))
-        for group in plan.groups:
+            names = ", ".join(sorted(session.computed))
+            self._ruled("torch-compute", f"torch computed with {names} while run_kernel was called")
+        for group in self._plan.groups:
             if group.name in session.times_ms:
                 too_fast = impossible(group, min(session.times_ms[group.name][0]), self._report.device)
                 if too_fast:
@@ -246,42 +242,97 @@ class _Run:
                 "and nowhere else",
             )
 
-    def _torch_computed(self, names: list[str]) -> None:
-        """A ruling of the contest: rejected there, said elsewhere."""
-        rule = rules.RULES["torch-compute"]
-        message = f"torch computed with {', '.join(names)} while run_kernel was called. {rule.sentence}"
-        contest = self._report.profile == "contest"
-        level: Literal["violation", "advice"] = "violation" if contest else "advice"
-        self._report.findings.append(FindingReport(rule_id=rule.id, level=level, message=message))
-        if contest:
-            raise Stopped(Verdict.RULE_VIOLATION, rules.told(message, rule.id))
+    def _call(self, session: Session, group: Group, ahead: Ahead) -> Problem | None:
+        ahead.wait(group, self._say)
+        case = new_report(group)
+        self._report.cases.append(case)
+        plan = self._plan
+        return check_group(session, group, case, stop_at_first=plan.stop_at_first, must_launch=plan.sandboxed)
 
-    def _check_fit(self, submission: Submission) -> None:
+    def _start_fit(self) -> None:
+        """Lower the contest's cases in a process beside the calls."""
+        if self._plan.fit and self._fit is None:
+            self._fit = self._beside.submit(c500_fit, self._submission)
+
+    def _check_fit(self) -> None:
         self._say("lowering the contest's cases")
-        fit = self._fit.result() if self._fit else c500_fit(submission)
-        self._report.fit = list(fit.lines)
-        self._report.not_measured += fit.unknown
-        self._report.compiler_messages = list(fit.messages)
-        if fit.problems and self._report.profile == "contest":
+        self._start_fit()
+        assert self._fit is not None
+        fit, report = self._fit.result(), self._report
+        report.not_measured += fit.unknown
+        report.compiler_messages = list(fit.messages)
+        report.fit = list(fit.lines)
+        for rule_id, what in fit.rulings:
+            self._ruled(rule_id, what)
+        if fit.problems and report.profile == "contest":
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
-        self._report.fit += [f"does not fit: {problem}" for problem in fit.problems]
+        report.fit += [f"does not fit: {problem}" for problem in fit.problems]
 
-    def _explain(self, submission: Submission, problem: Problem) -> None:
+    def _say_what_is_missing(self) -> None:
+        report = self._report
+        if self._device == "cpu":
+            report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
+        if self._machine.kind == "maca" and len(report.timing) == len(CASES):
+            report.score = score([row.median_ms for row in report.timing]).points
+        else:
+            report.not_measured.append("contest score (only from times on a C500)")
+
+    def _try_variants(self, groups: tuple[Group, ...]) -> None:
+        """The open questions, each tried once, after a crash in a fresh worker."""
+        left = deque(groups)
+        while left:
+            try:
+                with self._session(tuple(left)) as session:
+                    alive = True
+                    while left and alive:
+                        alive = self._try_variant(session, left.popleft())
+            except Stopped as stop:
+                # The file cannot even be loaded any more, which the cases before did not show.
+                missing = [VariantReport(name=group.name, robust=None, sentence=stop.sentence) for group in left]
+                self._report.variants += missing
+                return
+
+    def _try_variant(self, session: Session, group: Group) -> bool:
+        """Try one variant; whether the worker survived it."""
+        alive = True
+        try:
+            made = next(session.calls(replace(group, name=f"variant: {group.name}")))
+        except Stopped as stop:
+            sentence, alive = stop.sentence, stop.alive
+        else:
+            sentence = _what_is_wrong(made)
+        report = VariantReport(name=group.name, robust=not sentence, sentence=sentence or "right")
+        self._report.variants.append(report)
+        return alive
+
+    def _explain(self, problem: Problem) -> None:
         """Draw the error map and, where no usual mistake fits, ask the file itself what it depends on."""
-        made = problem.history[-1]
+        made = problem.made
         if problem.verdict is not Verdict.WRONG_ANSWER:
             return
-        self._report._error_map = error_map(made.inputs, made.out, made.comparison)
+        self._report.error_map = error_map(made.inputs, made.out, made.comparison)
         if problem.failure.cause is not None:
             return
-        for meaning, group in experiments(problem.group, made.call):
+        alone = replace(made.call, change="everything")
+        group = replace(problem.group, name=f"why: {problem.group.name}")
+        for meaning, (of_group, of_call) in _EXPERIMENTS.items():
+            asked = replace(group, **{"calls": (replace(alone, **of_call),), **of_group})
             try:
-                with self._session(submission, (group,)) as session:
-                    if next(session.calls(group)).comparison.passed:
+                with self._session((asked,)) as session:
+                    if next(session.calls(asked)).comparison.passed:
                         problem.failure.cause = meaning
                         return
             except Stopped:
                 return
+
+
+def _what_is_wrong(made: Made) -> str:
+    """What a variant's answer lacks, and its likely cause; nothing for a right one."""
+    if made.edits or made.comparison.passed:
+        return "; ".join(map(str, made.edits))
+    rows, cause = int(made.comparison.wrong_rows.sum()), diagnose.cause_of([made])
+    what = f"{rows} of {made.inputs.layout.num_rows} rows are wrong" if rows else ""
+    return f"{what} ({cause})" if what and cause else cause or what
 
 
 def timing_report(case: str, candidate_ms: list[float], baseline_ms: list[float]) -> TimingReport:
@@ -317,12 +368,4 @@ def impossible(group: Group, time_ms: float, device_name: str) -> str | None:
     return (
         f"{group.name}: got {time_ms:.3f} ms, expected at least {least_ms:.3f} ms, which the {device_name} needs for "
         "the arithmetic and the bytes of the valid rows: the clock is not to be trusted, and the file with it"
-    )
-
-
-def _accepted_sentence(report: Report) -> str:
-    calls = sum(case.calls for case in report.cases)
-    return (
-        f"right on every row of {calls} calls in {len(report.cases)} cases, under the contest's tolerance and the "
-        f"strict bound, on {report.device}"
     )

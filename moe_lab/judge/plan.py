@@ -11,12 +11,12 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from moe_lab.judge.process import Limits
-from moe_lab.problem.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, Case, Variant
+from moe_lab.problem.contract import BLOCK_TOKEN, CASES, JUDGE_PROFILE, VARIANTS, Case, Variant
 from moe_lab.problem.inputs import Inputs, TokenPoison, Values, draw_inputs, group_sizes, make_inputs
 
 #: What a call changes compared with the call before it, at the same addresses.
@@ -28,53 +28,39 @@ OutFill = Literal["zeros", "nan", "noise", "previous"]
 #: What memory from torch.empty holds.
 Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
-
+#: The three weights of an expert.
+WEIGHTS = ("gate_w", "up_w", "down_w")
 #: Timed calls of a contest case.
 _ROUNDS = 25
 #: A file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each.
 _GPU_FIRST_CALL_S = 180.0
 #: Group sizes of the calls that look for state, and of the variants: one expert empty, one an exact multiple of 128,
 #: which is what the padding rules disagree on, and partly filled blocks.
-STATE_SIZES = (128, 0, 129, 5, 20)
+_STATE_SIZES = (128, 0, 129, 5, 20)
+#: H and I that the contest does not use, to say how far a file reaches.
+_OTHER_SHAPES = ((192, 320), (136, 200))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of ``run_kernel``.
+    """One call of ``run_kernel``."""
 
-    Attributes:
-        sizes: rows of each expert.
-        change: what differs from the call before.
-        values: kind of values of what is redrawn.
-        out_fill: see :data:`OutFill`.
-        token_poison: padding rows of the tokens.
-        slot: which of the two sets of addresses.
-        seed: of what is redrawn.
-    """
-
-    sizes: tuple[int, ...]
-    seed: int
+    sizes: tuple[int, ...]  # rows of each expert
+    seed: int  # of what is redrawn
     change: Change = "everything"
-    values: Values = "normal"
+    values: Values = "normal"  # of what is redrawn
     out_fill: OutFill = "zeros"
-    token_poison: TokenPoison = "nan"
-    slot: int = 0
+    token_poison: TokenPoison = "nan"  # in the padding rows of the tokens
+    slot: int = 0  # which of the two sets of addresses
 
 
 @dataclass(frozen=True)
 class Group:
-    """Calls that share their shapes, in the order they are made.
+    """Calls that share their shapes, in the order they are made; the first changes everything.
 
-    Attributes:
-        name: for the report.
-        hidden, intermediate: H, I.
-        calls: at least one; the first changes everything.
-        garbage: see :data:`Garbage`.
-        variant: reading of the contract.
-        sparse: weights of experts without rows are zeros in memory that is never touched, which makes the contest's
-            full H, I and E affordable on a CPU.
-        on_device: tokens and weights are drawn on the device; the contest's are gigabytes.
-        timed_rounds: timed calls beside the baseline once every call was right; 0 for none.
+    A sparse group has zeros, in memory that is never touched, as weights of experts without rows, which makes the
+    contest's full H, I and E affordable on a CPU. What is drawn on the device are tokens and weights: the contest's
+    are gigabytes.
     """
 
     name: str
@@ -85,7 +71,7 @@ class Group:
     variant: Variant = JUDGE_PROFILE
     sparse: bool = False
     on_device: bool = False
-    timed_rounds: int = 0
+    timed_rounds: int = 0  # timed calls beside the baseline once every call was right
 
     @property
     def case(self) -> Case:
@@ -101,36 +87,25 @@ class Group:
     @property
     def size_bytes(self) -> int:
         """Memory of both sets of arguments, an upper bound."""
-        used = sum(size > 0 for size in self.calls[0].sizes)
-        return self._bytes(used if self.sparse else len(self.calls[0].sizes))
+        return self._bytes(sum(size > 0 for size in self.calls[0].sizes)) if self.sparse else self.mapped_bytes
 
     def _bytes(self, experts: int) -> int:
         # Rows: every group rounded up, one more block for the other padding rule, one more on each side as a guard.
-        sizes = self.calls[0].sizes
-        rows = sum(-(-size // BLOCK_TOKEN) + 1 for size in sizes) * BLOCK_TOKEN + 2 * BLOCK_TOKEN
-        slots = len({call.slot for call in self.calls})
-        return slots * (2 * (3 * experts * self.hidden * self.intermediate + 2 * rows * self.hidden) + (1 << 20))
+        blocks = 2 + sum(-(-size // BLOCK_TOKEN) + 1 for size in self.calls[0].sizes)
+        elements = 3 * experts * self.hidden * self.intermediate + 2 * blocks * BLOCK_TOKEN * self.hidden
+        return len({call.slot for call in self.calls}) * (2 * elements + (1 << 20))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything one run does.
+    """Everything one run does."""
 
-    Attributes:
-        groups: structural cases of the verdict.
-        limits: of the worker.
-        sandboxed: whether the static rules and the run-time sandbox apply; only tests of the other defences say no.
-        stop_at_first: end at the first wrong call.
-        variants: whether the open questions are run too.
-        fit: whether the kernels are lowered for the C500's limits.
-    """
-
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...]  # structural cases of the verdict
     limits: Limits = field(default_factory=Limits)
-    sandboxed: bool = True
-    stop_at_first: bool = False
-    variants: bool = True
-    fit: bool = True
+    sandboxed: bool = True  # static rules and run-time sandbox apply; only tests of the other defences say no
+    stop_at_first: bool = False  # end at the first wrong call
+    variants: bool = True  # run the open questions too
+    fit: bool = True  # lower the kernels for the C500's limits
 
 
 def default_plan(seed: int, device: str) -> Plan:
@@ -151,30 +126,38 @@ def default_plan(seed: int, device: str) -> Plan:
     )
 
 
+def first_case_plan(seed: int, *, stop_at_first: bool = False) -> Plan:
+    """The short plan of lessons: the structural case with the group sizes 0, 1, 127, 128 and 129, and nothing else.
+
+    Args:
+        seed: decides the values.
+        stop_at_first: end at the first wrong call.
+    """
+    groups = structural_groups(random.Random(seed))[:1]
+    return Plan(groups, stop_at_first=stop_at_first, variants=False, fit=False)
+
+
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
     """The cases that differ in shape, in random order after the first."""
+    # Eleven blocks of one expert and more, up to all rows of the contest's case 1; its average is two.
     most = rng.randint(1300, CASES[1].num_tokens)
-    groups = [
-        _group(
-            rng, "sizes 0, 1, 127, 128, 129", 512, 256,
+    table: list[tuple[str, int, int, list[tuple[int, ...]], list[Values], Garbage]] = [
+        (
+            "sizes 0, 1, 127, 128, 129", 512, 256,
             [(0, 129, 1, 40, 128, 127), (127, 40, 129, 128, 1, 0), (1, 128, 0, 127, 40, 129)],
-            values=["normal", "mixed", "large"], garbage="nan",
+            ["normal", "mixed", "large"], "nan",
         ),
-        _group(
-            rng, "exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)],
-            values=["normal", "tiny"], garbage="noise",
+        ("exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)], ["normal", "tiny"], "noise"),
+        (
+            "one expert takes all", 256, 256, [(0, 0, most, 0, 0), (most, 0, 0, 0, 0), (0, 0, 0, 0, most)],
+            ["mixed", "normal", "tiny"], "large",
         ),
-        # Eleven blocks of one expert and more, up to all rows of the contest's case 1; its average is two.
-        _group(
-            rng, "one expert takes all", 256, 256, [(0, 0, most, 0, 0), (most, 0, 0, 0, 0), (0, 0, 0, 0, most)],
-            values=["mixed", "normal", "tiny"], garbage="large",
-        ),
-        _group(
-            rng, "one token in all", 256, 256, [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1), (1, 0, 0, 0, 0)],
-            values=["normal", "tiny", "large"], garbage="nan",
+        (
+            "one token in all", 256, 256, [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1), (1, 0, 0, 0, 0)],
+            ["normal", "tiny", "large"], "nan",
         ),
     ]  # fmt: skip
-    first, rest = groups[0], groups[1:]
+    first, *rest = [_structural(rng, *row) for row in table]
     rng.shuffle(rest)
     return (first, *rest)
 
@@ -186,46 +169,52 @@ def contest_rows_group(rng: random.Random) -> Group:
     """
     case = CASES[max(CASES)]
     sizes = group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))
-    return _group(rng, "142 rows an expert", 256, 256, [sizes], values=["normal"], garbage="noise")
+    return _structural(rng, "142 rows an expert", 256, 256, [sizes], ["normal"], "noise")
+
+
+def _structural(
+    rng: random.Random, name: str, hidden: int, intermediate: int, sizes: Sequence[tuple[int, ...]],
+    values: Sequence[Values], garbage: Garbage,
+) -> Group:  # fmt: skip
+    fills: tuple[OutFill, ...] = ("zeros", "noise", "nan")
+    calls = [
+        Call(size, rng.getrandbits(31), values=kind, out_fill=fills[index], slot=index % 2)
+        for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
+    ]
+    if len(calls) > 1:
+        # The last call finds the zeros of a contest, so that a file which looks for poison shows.
+        calls[-1] = replace(calls[-1], token_poison="zeros")
+    return Group(name, hidden, intermediate, tuple(calls), garbage)
 
 
 def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, repeats: int = 3) -> Group:
     """Many calls with one set of shapes: what a file remembers between calls shows here.
 
     Each kind of change comes at least once, most arguments staying as they were, so that a cache that looks at only
-    part of its input is caught (:func:`call_inputs`); the same input comes ``repeats`` times at least. The number of
-    calls exceeds the contest's warm-up and is not known beforehand.
+    part of its input is caught; the same input comes ``repeats`` times at least. The number of calls exceeds the
+    contest's warm-up and is not known beforehand.
     """
-    changes: list[Change] = [
-        "everything", "weights", "gate_w", "up_w", "down_w", "one token", "route weights", "routing", "nothing",
-    ]  # fmt: skip
+    changes: list[Change] = list(get_args(Change))
     order = changes + changes[-1:] * (repeats - 1)
     rng.shuffle(order)
     order += rng.choices(changes, k=rng.randint(6, 30))
-    fills: list[OutFill] = ["zeros", "nan", "noise", "previous"]
-    # Only these calls draw new padding rows, three of them at least: each kind comes.
+    # Only the first call and these draw new padding rows, three of them at least: each kind comes.
     kinds: list[TokenPoison] = ["nan", "large", "zeros"]
     rng.shuffle(kinds)
     poisons = itertools.cycle(kinds)
-    calls = [Call(STATE_SIZES, rng.getrandbits(31), token_poison=next(poisons))]
+    calls = [Call(_STATE_SIZES, rng.getrandbits(31), token_poison=next(poisons))]
     for change in order:
-        sizes = list(calls[-1].sizes)
+        last = calls[-1]
+        sizes, poison = list(last.sizes), last.token_poison
         if change in ("routing", "everything"):
-            while tuple(sizes) == calls[-1].sizes:
+            poison = next(poisons)
+            while tuple(sizes) == last.sizes:
                 rng.shuffle(sizes)
         # Other addresses now and then, but mostly the old ones with new bytes.
-        slot = rng.choice([0, 0, 1]) if change == "everything" else calls[-1].slot
-        calls.append(
-            Call(
-                tuple(sizes),
-                rng.getrandbits(31),
-                change,
-                out_fill=rng.choice(fills),
-                token_poison=next(poisons) if change in ("routing", "everything") else calls[-1].token_poison,
-                slot=slot,
-            )
-        )
-    return Group("many calls, one shape", hidden, intermediate, tuple(calls), garbage="noise")
+        slot = rng.choice([0, 0, 1]) if change == "everything" else last.slot
+        seed, fill = rng.getrandbits(31), rng.choice(get_args(OutFill))
+        calls.append(Call(tuple(sizes), seed, change, out_fill=fill, token_poison=poison, slot=slot))
+    return Group("many calls, one shape", hidden, intermediate, tuple(calls))
 
 
 def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ...]:
@@ -238,32 +227,44 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
     groups = []
     # What torch.empty holds differs from case to case, as it may in a contest.
     garbage: tuple[Garbage, ...] = ("zeros", "noise", "untouched")
-    for number, case in enumerate(CASES.values()):
+    for case, held in zip(CASES.values(), garbage, strict=True):
         if full:
-            sizes = [group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))]
-            sizes.append(tuple(rng.sample(sizes[0], len(sizes[0]))))
+            first = group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))
+            second = tuple(rng.sample(first, len(first)))
         else:
             expert, rows = rng.randrange(1, case.num_experts), rng.randint(2, 40)
-            sizes = [tuple(rows if index == expert else 0 for index in range(case.num_experts))] * 2
-        first, second = sizes
+            first = second = tuple(rows if index == expert else 0 for index in range(case.num_experts))
         calls = (
             Call(first, rng.getrandbits(31), out_fill="noise"),
-            Call(second, rng.getrandbits(31), out_fill="zeros", token_poison="zeros"),
+            Call(second, rng.getrandbits(31), token_poison="zeros"),
         )
         name = case.name if full else f"{case.name}, one block"
         groups.append(
             Group(
-                name,
-                case.hidden,
-                case.intermediate,
-                calls,
-                garbage=garbage[number],
-                sparse=not full,
-                on_device=full,
+                name, case.hidden, case.intermediate, calls, held, sparse=not full, on_device=full,
                 timed_rounds=_ROUNDS if full else 0,
             )
-        )
+        )  # fmt: skip
     return tuple(groups)
+
+
+def variant_groups(seed: int) -> tuple[Group, ...]:
+    """One group for each open question of the contract and each shape it does not use, named for it.
+
+    Args:
+        seed: of the values.
+    """
+    rng = random.Random(seed)
+
+    def group(name: str, hidden: int, intermediate: int, garbage: Garbage, variant: Variant) -> Group:
+        return Group(name, hidden, intermediate, (Call(_STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
+
+    readings = [
+        group(name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
+        for name, variant in VARIANTS.items()
+    ]
+    shapes = [group(f"hidden {h}, intermediate {i}", h, i, "noise", JUDGE_PROFILE) for h, i in _OTHER_SHAPES]
+    return (*readings, *shapes)
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
@@ -278,42 +279,31 @@ def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "
         before: inputs of the call before; None for the first.
         device: of the tensors of a group that is drawn on the device; others stay on the CPU.
     """
-    if before is not None and call.change == "nothing":
-        return before
-    if before is not None and call.change in ("gate_w", "up_w", "down_w"):
-        # Two rows of one expert, one that has tokens.
-        expert = max(range(len(call.sizes)), key=lambda index: call.sizes[index])
-        weights = getattr(before, call.change).clone()
-        first, second = random.Random(call.seed).sample(range(weights.shape[1]), 2)
-        weights[expert, [first, second]] = weights[expert, [second, first]]
-        return replace(before, **{call.change: weights})
-    if before is not None and call.change == "route weights":
-        return replace(before, routed_expert_weights=_extremes_swapped(before.routed_expert_weights))
-    if before is not None and call.change == "one token":
-        tokens = before.stacked_expert_tokens.clone()
-        row = before.valid_rows[call.seed % before.layout.num_rows]
-        tokens[row] = _extremes_swapped(tokens[row])
-        return replace(before, stacked_expert_tokens=tokens)
-    fresh = _fresh_inputs(group, call, device if group.on_device else "cpu")
     if before is None or call.change == "everything":
-        return fresh
+        return _fresh_inputs(group, call, device)
+    if call.change == "nothing":
+        return before
     if call.change == "weights":
-        return replace(before, gate_w=fresh.gate_w, up_w=fresh.up_w, down_w=fresh.down_w)
-    # Routing: the same raw rows in the same order, cut into groups elsewhere.
-    tokens = fresh.stacked_expert_tokens.clone()
-    tokens[fresh.valid_rows] = before.stacked_expert_tokens[before.valid_rows]
-    return replace(
-        fresh, stacked_expert_tokens=tokens, gate_w=before.gate_w, up_w=before.up_w, down_w=before.down_w,
-        routed_expert_weights=before.routed_expert_weights,
-    )  # fmt: skip
-
-
-def _extremes_swapped(values: torch.Tensor) -> torch.Tensor:
-    """A copy in which the largest and the smallest number have changed places."""
-    swapped = values.clone()
-    most, least = values.argmax(), values.argmin()
-    swapped[most], swapped[least] = values[least], values[most]
-    return swapped
+        fresh = _fresh_inputs(group, call, device)
+        return replace(before, **{name: getattr(fresh, name) for name in WEIGHTS})
+    if call.change == "routing":
+        # The same raw rows in the same order, cut into groups elsewhere.
+        fresh = _fresh_inputs(group, call, device)
+        fresh.stacked_expert_tokens[fresh.valid_rows] = before.stacked_expert_tokens[before.valid_rows]
+        return replace(fresh, **{name: getattr(before, name) for name in (*WEIGHTS, "routed_expert_weights")})
+    rows = before.layout.num_rows
+    name, part = {
+        "one token": ("stacked_expert_tokens", int(before.valid_rows[call.seed % rows])),
+        "route weights": ("routed_expert_weights", slice(rows)),
+    }.get(call.change, (call.change, max(range(len(call.sizes)), key=call.sizes.__getitem__)))
+    changed = getattr(before, name).clone()
+    view = changed[part]
+    if view.dim() == 1:
+        first, second = int(view.argmax()), int(view.argmin())
+    else:
+        first, second = random.Random(call.seed).sample(range(len(view)), 2)
+    view[[first, second]] = view[[second, first]]
+    return replace(before, **{name: changed})
 
 
 def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
@@ -324,8 +314,8 @@ def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
         )
     # Nothing of a group of this size is a variant: out is filled for each call.
     return draw_inputs(
-        case, call.sizes, values=call.values, token_poison=call.token_poison, seed=call.seed, device=device,
-        idle_weights=not group.sparse,
+        case, call.sizes, values=call.values, token_poison=call.token_poison, seed=call.seed,
+        device=device if group.on_device else "cpu", idle_weights=not group.sparse,
     )  # fmt: skip
 
 
@@ -341,32 +331,11 @@ def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch
         return inputs.out
     out = torch.zeros_like(inputs.out)
     rows = inputs.valid_rows
-    generator = torch.Generator(device=out.device).manual_seed(call.seed)
     if call.out_fill == "nan":
         out[rows] = float("nan")
-    elif call.out_fill == "noise" or (call.out_fill == "previous" and previous is None):
-        out[rows] = torch.randn(len(rows), out.shape[1], generator=generator, device=out.device).half()
     elif call.out_fill == "previous" and previous is not None:
         out[rows] = previous.to(out.dtype)
+    elif call.out_fill != "zeros":
+        generator = torch.Generator(device=out.device).manual_seed(call.seed)
+        out[rows] = torch.randn(len(rows), out.shape[1], generator=generator, device=out.device).half()
     return out
-
-
-def _group(
-    rng: random.Random, name: str, hidden: int, intermediate: int, sizes: Sequence[tuple[int, ...]],
-    *, values: Sequence[Values], garbage: Garbage,
-) -> Group:  # fmt: skip
-    fills: list[OutFill] = ["zeros", "noise", "nan"]
-    # The last of several calls finds the zeros of a contest, so that a file which looks for poison shows.
-    last = len(sizes) - 1
-    calls = [
-        Call(
-            size,
-            rng.getrandbits(31),
-            values=kind,
-            out_fill=fills[index % len(fills)],
-            token_poison="zeros" if index == last > 0 else "nan",
-            slot=index % 2,
-        )
-        for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
-    ]
-    return Group(name, hidden, intermediate, tuple(calls), garbage)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from moe_lab.problem.errors import ContractError, DataError
 from moe_lab.problem.tables import published_results
 
-#: s of the guide's formula: what a solution earns, as a share of 100, that is exactly as fast as the baseline.
-_SHARE_AT_BASELINE = 0.5
+#: 1/s - 1 of the guide's formula, where s = 0.5 is what a solution earns that is exactly as fast as the baseline.
+_SLOPE = 1.0
 #: Where the logarithmic compression of the guide ends.
 _MOST_POINTS = 150.0
 
@@ -31,42 +31,19 @@ def baseline_times_ms() -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class CaseScore:
-    """Points of one case.
+    """Points of one case."""
 
-    Attributes:
-        case: number, from 1.
-        time_ms: the time.
-        baseline_ms: time of the judge's baseline.
-        points: before flooring, 0 to 150.
-        next_time_ms: the time at which the next whole point is earned; None at the top.
-    """
-
-    case: int
+    case: int  # number, from 1
     time_ms: float
-    baseline_ms: float
-    points: float
-    next_time_ms: float | None
-
-    @property
-    def floored(self) -> int:
-        """Whole points: what is displayed and averaged."""
-        return _floor(self.points)
-
-    @property
-    def confidence(self) -> str:
-        """How sure the points are: above 100 the sources name a logarithm and its end, not its form."""
-        if self.points <= 100:
-            return "read off judge output"
-        return "assumed: above 100 only 'logarithmic, up to 150' is known"
+    baseline_ms: float  # time of the judge's baseline
+    points: float  # before rounding down, 0 to 150
+    floored: int  # whole points: what is displayed and averaged
+    next_time_ms: float | None  # the time at which the next whole point is earned; None at the top
 
 
 @dataclass(frozen=True)
 class Score:
-    """Points of a submission.
-
-    Attributes:
-        cases: one entry a case, in order.
-    """
+    """Points of a submission, case by case."""
 
     cases: tuple[CaseScore, ...]
 
@@ -79,11 +56,6 @@ class Score:
     def total_ms(self) -> float:
         """Displayed time: the sum of the cases."""
         return sum(case.time_ms for case in self.cases)
-
-
-def _floor(points: float) -> int:
-    # 1e-9 keeps an exact boundary, such as the baseline's own 50, from falling through a rounding error.
-    return math.floor(points + 1e-9)
 
 
 def case_points(time_ms: float, baseline_ms: float, floor_ms: float = 0.0) -> float:
@@ -110,11 +82,12 @@ def case_points(time_ms: float, baseline_ms: float, floor_ms: float = 0.0) -> fl
     >>> case_points(11.251, 11.251)
     50.0
     """
-    _check_time("a time", time_ms)
-    _check_time("a baseline", baseline_ms)
-    if not 0 <= floor_ms < baseline_ms:
-        raise ContractError(f"got floor_ms={floor_ms} for a baseline of {baseline_ms} ms, expected 0 up to below it")
-    ratio = (1 / _SHARE_AT_BASELINE - 1) * (time_ms - floor_ms) / (baseline_ms - floor_ms)
+    for what, value in (("a time", time_ms), ("a baseline", baseline_ms)):
+        if not (math.isfinite(value) and value > 0):
+            raise ContractError(
+                f"got {what} of {value} ms, expected a number above 0; the judge's 0 means that it failed before timing"
+            )
+    ratio = _SLOPE * (time_ms - floor_ms) / _span(baseline_ms, floor_ms)
     if ratio <= -1:
         return _MOST_POINTS
     points = 100 / (1 + ratio)
@@ -140,9 +113,13 @@ def time_for_points(points: float, baseline_ms: float, floor_ms: float = 0.0) ->
     """
     if not 0 < points <= 100:
         raise ContractError(f"got {points} points, expected above 0 and at most 100, where the formula is known")
+    return floor_ms + _span(baseline_ms, floor_ms) * (100 / points - 1) / _SLOPE
+
+
+def _span(baseline_ms: float, floor_ms: float) -> float:
     if not 0 <= floor_ms < baseline_ms:
         raise ContractError(f"got floor_ms={floor_ms} for a baseline of {baseline_ms} ms, expected 0 up to below it")
-    return floor_ms + (baseline_ms - floor_ms) * (100 / points - 1) / (1 / _SHARE_AT_BASELINE - 1)
+    return baseline_ms - floor_ms
 
 
 def score(times_ms: Sequence[float]) -> Score:
@@ -163,14 +140,8 @@ def score(times_ms: Sequence[float]) -> Score:
     cases = []
     for number, (time_ms, baseline_ms) in enumerate(zip(times_ms, baselines, strict=True), start=1):
         points = case_points(time_ms, baseline_ms)
-        following = _floor(points) + 1
-        target = time_for_points(following, baseline_ms) if following < 100 else None
-        cases.append(CaseScore(number, time_ms, baseline_ms, points, target))
+        # 1e-9 keeps an exact boundary, such as the baseline's own 50, from falling through a rounding error.
+        floored = math.floor(points + 1e-9)
+        target = time_for_points(floored + 1, baseline_ms) if floored < 99 else None
+        cases.append(CaseScore(number, time_ms, baseline_ms, points, floored, target))
     return Score(tuple(cases))
-
-
-def _check_time(what: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ContractError(
-            f"got {what} of {value} ms, expected a number above 0; the judge's 0 means that it failed before timing"
-        )

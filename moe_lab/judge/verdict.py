@@ -5,22 +5,18 @@ from __future__ import annotations
 import io
 import itertools
 import os
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.submission import write_atomic
-
-#: Raised when a field of the report changes its meaning.
-SCHEMA_VERSION = 1
-
-NOT_MEASURED = "not measured here"
 
 
 class Verdict(str, Enum):
@@ -46,60 +42,41 @@ class _Strict(BaseModel):
 
 
 class FindingReport(_Strict):
-    """One rule that the file breaks or comes close to.
+    """One rule that the file breaks or comes close to."""
 
-    Attributes:
-        rule_id: ``moe-lab explain RULE`` says more.
-        level: "violation" rejects the file, "advice" does not.
-        message: one sentence.
-        line, column: where, from 1; None for the whole file.
-    """
-
-    rule_id: str
-    level: Literal["violation", "advice"]
-    message: str
-    line: int | None = None
+    rule_id: str  # `moe-lab explain RULE` says more
+    level: Literal["violation", "advice"]  # a violation rejects the file
+    message: str  # one sentence
+    line: int | None = None  # where, from 1; None for the whole file
     column: int | None = None
 
 
 class Failure(_Strict):
-    """The first wrong element of a call.
+    """The first wrong element of a call; a padding row has no raw row."""
 
-    Attributes:
-        call: number of the call in its case, from 0.
-        what: what is wrong, one clause.
-        expert, row_in_group, column, block: where; a padding row has no raw row.
-        padded_row, raw_row: the same row in both index spaces.
-        got, expected: values; None where the number is not finite.
-        wrong_rows, rows: how many rows of the call are wrong, of how many.
-        pattern: what the wrong rows and columns have in common.
-        cause: the usual mistake whose answer this is, if one fits.
-    """
-
-    call: int
-    what: str
+    call: int  # number in its case, from 0
+    what: str  # what is wrong, one clause
     expert: int | None = None
     row_in_group: int | None = None
     column: int | None = None
     block: int | None = None
     padded_row: int | None = None
     raw_row: int | None = None
-    got: float | None = None
+    got: float | None = None  # None where the number is not finite
     expected: float | None = None
-    wrong_rows: int = 0
-    rows: int = 0
-    pattern: str | None = None
-    cause: str | None = None
+    wrong_rows: int = 0  # how many rows of the call are wrong
+    rows: int = 0  # of how many
+    pattern: str | None = None  # what the wrong rows and columns have in common
+    cause: str | None = None  # the usual mistake whose answer this is, if one fits
 
     def __str__(self) -> str:
         """One sentence: what, how many rows, where, which values."""
-        where = []
+        where, values = [], ""
         if self.expert is not None:
             where.append(f"expert {self.expert}, row {self.row_in_group} of its group")
         if self.padded_row is not None:
             raw = f", raw row {self.raw_row}" if self.raw_row is not None else ""
             where.append(f"padded row {self.padded_row}{raw}, column {self.column}, block {self.block}")
-        values = ""
         if self.expected is not None:
             got = "not a finite number" if self.got is None else f"{self.got:.6g}"
             values = f": got {got}, expected {self.expected:.6g}"
@@ -109,69 +86,38 @@ class Failure(_Strict):
 
 
 class CaseReport(_Strict):
-    """One structural case: a set of shapes, called several times.
+    """One structural case: a set of shapes, called several times. An error is None if something was not finite."""
 
-    Attributes:
-        name: what it is there for.
-        num_experts, hidden, intermediate: E, H, I.
-        sizes: group sizes of the first call; later calls permute them.
-        values: kinds of values used.
-        calls: calls made.
-        passed: every check of every call.
-        max_abs_error: largest absolute error; None if something was not finite.
-        judge_ratio: largest error over what the contest's tolerance allows; at most 1 passes.
-        row_error: largest relative error of a row (Frobenius norm); None as above.
-        strict_ratio: largest error over the bound that fp16 rounding explains; at most 1 passes.
-        padding: "zero" or what was found in the padding rows.
-        guards: "intact" or what was overwritten.
-        inputs: "unchanged" or what was edited.
-        repeat: "same bits", or the spread between calls on the same input.
-        seconds: wall time of all calls, compilation included.
-        failure: the first one.
-    """
-
-    name: str
+    name: str  # what it is there for
     num_experts: int
     hidden: int
     intermediate: int
-    sizes: tuple[int, ...]
-    values: tuple[str, ...]
-    calls: int = 0
-    passed: bool = False
+    sizes: tuple[int, ...]  # group sizes of the first call; later calls permute them
+    values: tuple[str, ...]  # kinds of values used
+    calls: int = 0  # calls made
+    passed: bool = False  # every check of every call
     max_abs_error: float | None = None
-    judge_ratio: float | None = None
-    row_error: float | None = None
-    strict_ratio: float | None = None
-    padding: str = ""
-    guards: str = ""
-    inputs: str = ""
-    repeat: str = ""
-    seconds: float = 0.0
-    failure: Failure | None = None
+    judge_ratio: float | None = None  # largest error over what the contest's tolerance allows; at most 1 passes
+    row_error: float | None = None  # largest relative error of a row (Frobenius norm)
+    strict_ratio: float | None = None  # largest error over the bound that fp16 rounding explains; at most 1 passes
+    padding: str = ""  # "zero" or what was found in the padding rows
+    guards: str = ""  # "intact" or what was overwritten
+    inputs: str = ""  # "unchanged" or what was edited
+    repeat: str = ""  # "same bits", or the spread between calls on the same input
+    seconds: float = 0.0  # wall time of all calls, compilation included
+    failure: Failure | None = None  # the first one
 
 
 class VariantReport(_Strict):
-    """One reading of the contract's open questions; never part of the verdict.
-
-    Attributes:
-        name: key of :data:`moe_lab.problem.contract.VARIANTS`, or a shape that the contest does not use.
-        robust: whether the file is right there; None if it was not run.
-        sentence: why, for people.
-    """
+    """One reading of the contract's open questions, or a shape the contest does not use; never part of the verdict."""
 
     name: str
-    robust: bool | None
-    sentence: str
+    robust: bool | None  # whether the file is right there; None if it was not run
+    sentence: str  # why, for people
 
 
 class SubmissionReport(_Strict):
-    """Which text was judged.
-
-    Attributes:
-        name: file name.
-        sha256: of the text; None if it could not be read.
-        lines: of text.
-    """
+    """Which text was judged; it has no hash if it could not be read."""
 
     name: str
     sha256: str | None = None
@@ -179,70 +125,42 @@ class SubmissionReport(_Strict):
 
 
 class TimingReport(_Strict):
-    """Times of one contest case, candidate and baseline interleaved.
-
-    Attributes:
-        case: name.
-        median_ms, low_ms, high_ms: median of the submission and its 95% bootstrap interval.
-        baseline_ms: median of the baseline in the same window.
-        samples: timed calls of each.
-    """
+    """Times of one contest case, submission and baseline in turns."""
 
     case: str
     median_ms: float
-    low_ms: float
+    low_ms: float  # of the median's 95% bootstrap interval
     high_ms: float
-    baseline_ms: float
-    samples: int
+    baseline_ms: float  # median of the baseline in the same window
+    samples: int  # timed calls of each
 
 
 class Report(_Strict):
-    """Everything one run of the judge found.
+    """Everything one run of the judge found."""
 
-    Attributes:
-        verdict: one of :class:`Verdict`.
-        sentence: the verdict in one sentence, with what to do about it.
-        profile: "contest" or "open".
-        submission: which text.
-        judge_sha256: hash of the judge's own sources.
-        device: what the kernels ran on.
-        versions: of Python, torch, TileLang and others.
-        seed: replay with it.
-        started: UTC, ISO 8601.
-        seconds: wall time.
-        findings: rules.
-        cases: structural cases, in the order they ran.
-        variants: open questions.
-        fit: C500 resources, one sentence each.
-        timing: one entry for each contest case; empty without a GPU.
-        score: contest points, only from times measured on a C500.
-        not_measured: what this run does not tell.
-        compiler_messages: what TileLang said where a C500's resources could not be counted, in full; not printed.
-        log: what the submission printed, and a compiler's last lines; bounded.
-    """
-
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1  # raised when a field changes its meaning
     verdict: Verdict
-    sentence: str
+    sentence: str  # the verdict in one sentence, with what to do about it
     profile: Literal["contest", "open"]
     submission: SubmissionReport
-    judge_sha256: str
-    device: str
-    versions: dict[str, str] = Field(default_factory=dict)
-    seed: int
-    started: str
-    seconds: float = 0.0
+    judge_sha256: str  # of the judge's own sources
+    device: str  # what the kernels ran on
+    versions: dict[str, str] = Field(default_factory=dict)  # of Python, torch, TileLang and others
+    seed: int  # replay with it
+    started: str  # UTC, ISO 8601
+    seconds: float = 0.0  # wall time
     findings: list[FindingReport] = Field(default_factory=list)
-    cases: list[CaseReport] = Field(default_factory=list)
+    cases: list[CaseReport] = Field(default_factory=list)  # in the order they ran
     variants: list[VariantReport] = Field(default_factory=list)
-    fit: list[str] = Field(default_factory=list)
-    timing: list[TimingReport] = Field(default_factory=list)
-    score: float | None = None
-    not_measured: list[str] = Field(default_factory=list)
-    compiler_messages: list[str] = Field(default_factory=list)
-    log: str = ""
-
-    _error_map: Any = PrivateAttr(default=None)
+    fit: list[str] = Field(default_factory=list)  # C500 resources, one sentence each
+    timing: list[TimingReport] = Field(default_factory=list)  # one entry for each contest case; empty without a GPU
+    score: float | None = None  # contest points, only from times measured on a C500
+    not_measured: list[str] = Field(default_factory=list)  # what this run does not tell
+    compiler_messages: list[str] = Field(default_factory=list)  # of cases that could not be lowered, in full
+    log: str = ""  # what the submission printed, and a compiler's last lines; bounded
+    #: Error over strict bound of the first wrong call, (P, tiles of 16 columns) numpy float32, NaN where an element is
+    #: not finite. Only a report made in this process has one.
+    error_map: Any = Field(default=None, exclude=True)
 
     @property
     def accepted(self) -> bool:
@@ -253,14 +171,6 @@ class Report(_Strict):
     def first_failure(self) -> Failure | None:
         """The first wrong element of the first case that has one."""
         return next((case.failure for case in self.cases if case.failure), None)
-
-    @property
-    def error_map(self) -> Any:
-        """Error over strict bound of the first wrong call, (P, tiles of 16 columns) numpy float32, or None.
-
-        NaN marks an element that is not finite. Only a report made in this process has one.
-        """
-        return self._error_map
 
     def to_json(self) -> str:
         """Strict JSON: no NaN, no infinity."""
@@ -292,16 +202,11 @@ class Report(_Strict):
 
     def __rich__(self) -> RenderableType:
         """What ``rich`` prints."""
-        return Group(*self._parts())
+        return Group(*_parts(self))
 
     def render(self, width: int = 120) -> str:
-        """The report as plain text.
-
-        Args:
-            width: columns, at least 60.
-        """
-        console = self._printed(width)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        """The report as plain text, in lines of at most ``width`` columns, which must be at least 60."""
+        return self._printed(width).export_text()
 
     def __str__(self) -> str:
         """As :meth:`render`."""
@@ -310,10 +215,8 @@ class Report(_Strict):
     def _repr_html_(self) -> str:
         colour = "#1b7837" if self.accepted else "#b2182b"
         text = '<pre style="white-space: pre; font-family: monospace; line-height: 1.3">{code}</pre>'
-        return (
-            f'<div style="border-left: 4px solid {colour}; padding-left: 8px">'
-            f"{self._printed(100).export_html(inline_styles=True, code_format=text)}</div>"
-        )
+        shown = self._printed(100).export_html(inline_styles=True, code_format=text)
+        return f'<div style="border-left: 4px solid {colour}; padding-left: 8px">{shown}</div>'
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # What IPython shows in a terminal, and a notebook where HTML is not drawn.
@@ -321,95 +224,95 @@ class Report(_Strict):
 
     def _printed(self, width: int) -> Console:
         # Within Jupyter a console would show its text there and leave the file empty.
-        console = Console(
-            file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None, record=True
-        )
+        console = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None, record=True)
         console.print(self)
         return console
 
-    def _parts(self) -> list[RenderableType]:
-        style = "bold green" if self.accepted else "bold red"
-        parts: list[RenderableType] = [
-            Text.assemble((str(self.verdict), style), f"  {self.sentence}"),
-            Text(
-                f"{self.submission.name}  sha256 {(self.submission.sha256 or 'none')[:12]}  profile {self.profile}  "
-                f"{self.device}  seed {self.seed}  {self.seconds:.1f} s",
-                style="dim",
-            ),
-        ]
-        failure = self.first_failure
-        if failure and str(failure) not in self.sentence:
-            cause = f"; likely cause: {failure.cause}" if failure.cause else ""
-            parts.append(Text(f"first failure: {failure}{cause}"))
-        for (level, rule_id), group in itertools.groupby(
-            sorted(self.findings, key=lambda found: (found.level != "violation", found.rule_id, found.line or 0)),
-            key=lambda found: (found.level, found.rule_id),
-        ):
-            first, *others = group
-            where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
-            numbers = list(dict.fromkeys(str(other.line) for other in others if other.line is not None))
-            lines = f" (also line{'s' * (len(numbers) > 1)} {', '.join(numbers)})" if numbers else ""
-            # What the verdict's own sentence says is not said twice.
-            known = level == "violation" and first.message.removesuffix(".") in self.sentence
-            if not known or lines:
-                parts.append(Text(f"{level} {rule_id}: {where}{'see above' if known else first.message}{lines}"))
-        if not any(finding.level == "violation" for finding in self.findings) and self.cases:
-            parts.append(Text("rules and signature: ok"))
-        if self.cases:
-            parts += [self._case_table(), Text(_LEGEND, style="dim")]
-        if self.variants:
-            parts += [
-                self._variant_table(),
-                Text("Open questions of the contract are no part of the verdict.", style="dim"),
-            ]
-        parts += [Text(f"C500 fit: {line}") for line in self.fit]
-        parts += [
-            Text(
-                f"{row.case}: {row.median_ms:.3f} ms (95% {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
-                f"{row.baseline_ms:.3f} ms, {row.samples} calls in turns on {self.device}"
-            )
-            for row in self.timing
-        ]
-        if self.score is not None:
-            parts.append(Text(f"score from these times: {self.score:.2f}"))
-        if self.not_measured:
-            parts.append(Text(f"{NOT_MEASURED}: {'; '.join(self.not_measured)}", style="dim"))
-        if self.log and not self.accepted:
-            parts.append(Text("last lines of its output:\n" + "\n".join(self.log.rstrip().splitlines()[-12:])))
-        return parts
 
-    def _case_table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("case", no_wrap=True)
-        table.add_column("E, H, I", no_wrap=True)
-        for column in ("calls", "0.05", "fp16"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for column in ("padding", "result"):
-            table.add_column(column)
-        for case in self.cases:
-            wrong = [text for text in (case.guards, case.inputs) if text not in ("intact", "unchanged")]
-            failed = ": ".join(["FAIL", *wrong]) if case.calls else "no answer"
-            table.add_row(
-                case.name, f"{case.num_experts}, {case.hidden}, {case.intermediate}", str(case.calls),
-                _number(case.judge_ratio), _number(case.strict_ratio), case.padding,
-                Text("pass", "green") if case.passed else Text(failed, "red"),
-            )  # fmt: skip
-        return table
-
-    def _variant_table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("open question", ratio=2)
-        table.add_column("robust", no_wrap=True)
-        table.add_column("what happens", ratio=3)
-        for variant in self.variants:
+def _parts(report: Report) -> Iterator[RenderableType]:
+    """The report from top to bottom."""
+    yield Text.assemble((str(report.verdict), _style(report.accepted)), f"  {report.sentence}")
+    sha256 = (report.submission.sha256 or "none")[:12]
+    run = (
+        report.submission.name,
+        f"sha256 {sha256}",
+        f"profile {report.profile}",
+        report.device,
+        f"seed {report.seed}",
+    )
+    yield Text(f"{'  '.join(run)}  {report.seconds:.1f} s", style="dim")
+    failure = report.first_failure
+    if failure and str(failure) not in report.sentence:
+        cause = f"; likely cause: {failure.cause}" if failure.cause else ""
+        yield Text(f"first failure: {failure}{cause}")
+    yield from map(Text, _findings(report))
+    if report.cases:
+        if all(finding.level == "advice" for finding in report.findings):
+            yield Text("rules and signature: ok")
+        yield _case_table(report.cases)
+        yield Text(
+            "0.05: largest error as a part of what the contest's tolerance allows; fp16: as a part of what rounding to "
+            "fp16 explains. Both must stay below 1 on every row, and padding rows must be zero.",
+            style="dim",
+        )
+    if report.variants:
+        columns = (Column("open question", ratio=2), Column("robust", no_wrap=True), Column("what happens", ratio=3))
+        table = _table(*columns)
+        for variant in report.variants:
             table.add_row(variant.name, {True: "yes", False: "no", None: "?"}[variant.robust], variant.sentence)
-        return table
+        yield table
+        yield Text("Open questions of the contract are no part of the verdict.", style="dim")
+    yield from (Text(f"C500 fit: {line}") for line in report.fit)
+    for row in report.timing:
+        yield Text(
+            f"{row.case}: {row.median_ms:.3f} ms (95% {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
+            f"{row.baseline_ms:.3f} ms, {row.samples} calls in turns on {report.device}"
+        )
+    if report.score is not None:
+        yield Text(f"score from these times: {report.score:.2f}")
+    if report.not_measured:
+        yield Text(f"not measured here: {'; '.join(report.not_measured)}", style="dim")
+    if report.log and not report.accepted:
+        yield Text("last lines of its output:\n" + "\n".join(report.log.rstrip().splitlines()[-12:]))
 
 
-_LEGEND = (
-    "0.05: largest error as a part of what the contest's tolerance allows; fp16: as a part of what rounding to fp16 "
-    "explains. Both must stay below 1 on every row, and padding rows must be zero."
-)
+def _findings(report: Report) -> Iterator[str]:
+    """One line for each rule that is touched, violations first."""
+
+    def level_and_rule(found: FindingReport) -> tuple[bool, str]:
+        return found.level == "advice", found.rule_id
+
+    in_order = sorted(report.findings, key=lambda found: (*level_and_rule(found), found.line or 0))
+    for _, group in itertools.groupby(in_order, key=level_and_rule):
+        first, *others = group
+        where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
+        numbers = list(dict.fromkeys(str(other.line) for other in others if other.line is not None))
+        lines = f" (also line{'s' * (len(numbers) > 1)} {', '.join(numbers)})" if numbers else ""
+        # What the verdict's own sentence says is not said twice.
+        known = first.level == "violation" and first.message.removesuffix(".") in report.sentence
+        if lines or not known:
+            yield f"{first.level} {first.rule_id}: {where}{'see above' if known else first.message}{lines}"
+
+
+def _case_table(cases: list[CaseReport]) -> Table:
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("calls", "0.05", "fp16"))
+    table = _table(Column("case", no_wrap=True), Column("E, H, I", no_wrap=True), *numbers, "padding", "result")
+    for case in cases:
+        wrong = [text for text in (case.guards, case.inputs) if text not in ("intact", "unchanged")]
+        result = "pass" if case.passed else ": ".join(["FAIL", *wrong]) if case.calls else "no answer"
+        table.add_row(
+            case.name, f"{case.num_experts}, {case.hidden}, {case.intermediate}", str(case.calls),
+            _number(case.judge_ratio), _number(case.strict_ratio), case.padding, Text(result, _style(case.passed)),
+        )  # fmt: skip
+    return table
+
+
+def _table(*columns: Column | str) -> Table:
+    return Table(*columns, box=None, pad_edge=False, header_style="bold")
+
+
+def _style(good: bool) -> str:
+    return "bold green" if good else "bold red"
 
 
 def _number(value: float | None) -> str:

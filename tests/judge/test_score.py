@@ -61,7 +61,6 @@ def test_above_one_hundred_it_is_compressed_up_to_150_and_marked_as_assumed():
     assert 100 < above[0] < above[1] < above[2] <= 150
     assert above[1] < 100 / (1 + (3.0 - 4.0) / 6.0)
     assert case_points(0.001, 10.0, floor_ms=5.5) == 150
-    assert all(case.confidence == "read off judge output" for case in score(BEST).cases)
 
 
 @pytest.mark.parametrize("times", [(1, 2), (0, 1, 2), (-1, 1, 2), (float("nan"), 1, 2), (float("inf"), 1, 2)])
