@@ -13,12 +13,15 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from moe_lab.problem.errors import MoeLabError, SubmissionError
 
@@ -47,8 +50,9 @@ SubmissionArgument = Annotated[
 
 #: What a shell reports for a program that Ctrl-C ended.
 _INTERRUPTED = 130
-#: And for one whose output nobody reads any more.
+#: And for one whose output nobody reads any more, as before ``head``.
 _READER_GONE = 141
+_STDERR = 2
 
 app = typer.Typer(
     name="moe-lab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -79,9 +83,19 @@ def _submission(given: Path) -> Submission:
     return _step_of(given) or Submission.from_file(given)
 
 
-@app.callback()
-def _app() -> None:
-    """Learn, judge and tune fused Mixture-of-Experts kernels in TileLang."""
+def _print_table(rows: Iterable[dict[str, str]]) -> None:
+    """Rows of text under the names of their columns; the first is never wrapped."""
+    lines = list(rows)
+    first, *others = lines[0]
+    table = Table(Column(first, no_wrap=True), *others)
+    for row in lines:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+def _expect(good: object, sentence: str) -> None:
+    if not good:
+        raise SubmissionError(sentence)
 
 
 @app.command()
@@ -91,12 +105,11 @@ def export(
     profile: ProfileOption = Profile.CONTEST,
 ) -> None:
     """Write the final cell of a notebook to a file, byte for byte, without running it."""
-    from moe_lab.lesson.export import export as write
-    from moe_lab.lesson.export import submission_cell
+    from moe_lab.lesson import export as exporting
     from moe_lab.problem.submission import Submission
 
-    submission = Submission(submission_cell(notebook), output.name)
-    path = write(submission, output, profile.value)
+    submission = Submission(exporting.submission_cell(notebook), output.name)
+    path = exporting.export(submission, output, profile.value)
     print(f"wrote {path} ({len(submission.source.encode())} bytes, sha256 {submission.source_hash[:12]})")
 
 
@@ -105,31 +118,24 @@ def score(
     times_ms: Annotated[list[float], typer.Argument(metavar="MS MS MS", help="time of each contest case in ms")],
 ) -> None:
     """Points of three times, and how much faster each case must get for the next one."""
-    from rich.console import Console
-    from rich.table import Table
+    from moe_lab.judge import score as scoring
 
-    from moe_lab.judge.score import score as score_of
-
-    result = score_of(times_ms)
-    columns = ("case", "time ms", "baseline ms", "points", "counts as", "next point at", "that is")
-    table = Table(*columns, title="Contest score, per case and in all")
-    for case in result.cases:
-        next_ms = case.next_time_ms
-        table.add_row(
-            str(case.case), f"{case.time_ms:.3f}", f"{case.baseline_ms:.3f}", f"{case.points:.2f}", str(case.floored),
-            f"{next_ms:.3f} ms" if next_ms else "-",
-            f"{100 * (1 - next_ms / case.time_ms):.1f}% less" if next_ms else "-",
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
-    console.print(f"score {result.points:.2f} (mean of the whole points), total {result.total_ms:.3f} ms")
+    result = scoring.score(times_ms)
+    _print_table(
+        {
+            "case": str(case.case), "time ms": f"{case.time_ms:.3f}", "baseline ms": f"{case.baseline_ms:.3f}",
+            "points": f"{case.points:.2f}", "counts as": str(case.floored),
+            "next point at": f"{case.next_time_ms:.3f} ms" if case.next_time_ms else "-",
+            "that is": f"{100 * (1 - case.next_time_ms / case.time_ms):.1f}% less" if case.next_time_ms else "-",
+        }
+        for case in result.cases
+    )  # fmt: skip
+    print(f"score {result.points:.2f} (mean of the whole points), total {result.total_ms:.3f} ms")
 
 
 @app.command()
 def doctor() -> None:
     """What is here, what is missing and what to do about it. Exit code 0 if submissions can run here."""
-    from rich.console import Console
-
     from moe_lab.machine import backend
 
     console = Console()
@@ -149,27 +155,26 @@ def steps(
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="show what a step changes in the one before")] = None,
 ) -> None:
     """The ladder: every step, the branch it belongs to and its one idea."""
-    from rich.console import Console
     from rich.syntax import Syntax
-    from rich.table import Column, Table
 
     from moe_lab.steps import STEPS, find
 
-    console = Console()
-    if diff is not None:
-        step = find(diff)
-        if step.after is None:
-            print(f"{step.name} is the first step: there is nothing before it")
-        elif console.is_terminal:
-            console.print(Syntax(step.diff(), "diff", word_wrap=True))
-        else:
-            print(step.diff(), end="")
+    if diff is None:
+        _print_table(
+            {
+                "step": step.name, "branch": step.branch, "after": step.after.split("_")[0] if step.after else "-",
+                "the one idea": f"{step.story} (start here)" if step.recommended else step.story,
+            }
+            for step in STEPS.values()
+        )  # fmt: skip
         return
-    table = Table(Column("step", no_wrap=True), "branch", "after", "the one idea")
-    for step in STEPS.values():
-        story = f"{step.story} (start here)" if step.recommended else step.story
-        table.add_row(step.name, step.branch, step.after.split("_")[0] if step.after else "-", story)
-    console.print(table)
+    step = find(diff)
+    if step.after is None:
+        print(f"{step.name} is the first step: there is nothing before it")
+    elif sys.stdout.isatty():
+        Console().print(Syntax(step.diff(), "diff", word_wrap=True))
+    else:
+        print(step.diff(), end="")
 
 
 @app.command()
@@ -180,18 +185,13 @@ def judge(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
-    from rich.console import Console
-    from rich.markup import escape
-
     step = _step_of(file)
-    if os.path.exists(file) and not os.path.isfile(file):
-        raise SubmissionError(f"got {file}, a folder, a device or a pipe, expected a Python file with run_kernel")
-    if step is None and not os.path.isfile(file):
-        raise SubmissionError(f"got no file {file}, expected a Python file with run_kernel")
-    if json_file is not None and not os.path.isdir(json_file.parent):
-        raise SubmissionError(f"got no folder {json_file.parent}, expected one for the report {json_file.name}")
-    if json_file is not None and os.path.isdir(json_file):
-        raise SubmissionError(f"got a folder {json_file}, expected a file to write the report to")
+    got = f"{file}, a folder, a device or a pipe" if os.path.exists(file) else f"no file {file}"
+    _expect(step or os.path.isfile(file), f"got {got}, expected a Python file with run_kernel")
+    if json_file is not None:
+        folder = json_file.parent
+        _expect(os.path.isdir(folder), f"got no folder {folder}, expected one for the report {json_file.name}")
+        _expect(not os.path.isdir(json_file), f"got a folder {json_file}, expected a file to write the report to")
     console = Console(stderr=True)
     with console.status("starting the judge") as status:
         said = ""
@@ -207,11 +207,10 @@ def judge(
                 print(text, file=sys.stderr, flush=True)
 
         progress("starting the judge")
-        from moe_lab.judge import Verdict
-        from moe_lab.judge import judge as run
+        from moe_lab import judge as judging
 
         try:
-            report = run(step or file, profile=profile.value, seed=seed, progress=progress)
+            report = judging.judge(step or file, profile=profile.value, seed=seed, progress=progress)
         except KeyboardInterrupt:
             print("interrupted: no verdict", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None
@@ -221,8 +220,7 @@ def judge(
     finally:
         if json_file is not None:
             report.save(json_file)
-    code = 0 if report.accepted else 2 if report.verdict is Verdict.JUDGE_ERROR else 1
-    raise typer.Exit(code)
+    raise typer.Exit(0 if report.accepted else 2 if report.verdict is judging.Verdict.JUDGE_ERROR else 1)
 
 
 @app.command()
@@ -230,9 +228,9 @@ def explain(
     rule: Annotated[str | None, typer.Argument(metavar="[RULE]", help="id; without one, list all")] = None,
 ) -> None:
     """What a rule says, why it exists, how to obey it and where it is known from."""
-    from moe_lab.judge.rules import explain as text_of
+    from moe_lab.judge import rules
 
-    print(text_of(rule))
+    print(rules.explain(rule))
 
 
 @app.command()
@@ -251,24 +249,21 @@ def fit(
     """
     import json
 
-    from rich.console import Console
-
-    from moe_lab.machine.devices import device as device_of
-    from moe_lab.machine.devices import devices
+    from moe_lab.machine import devices
     from moe_lab.model import tiles
     from moe_lab.problem.contract import CASES
 
-    wanted = device_of(device, "gpu")
+    wanted = devices.device(device, "gpu")
     submission = _submission(file)
     found = tiles.resources(submission, CASES[case])
-    fits = [tiles.fit(found, wanted)]
+    fits = tiles.fit(found, wanted)
     lowered = tiles.lowered_figures(submission, CASES[case], wanted) if lower else []
     if as_json:
-        print(json.dumps({**tiles.as_dict(found, fits), "lowered": lowered}, indent=2, allow_nan=False))
+        print(json.dumps({**tiles.as_dict(found, [fits]), "lowered": lowered}, indent=2, allow_nan=False))
     else:
-        others = [item for item in devices().values() if item.kind == "gpu" and item.name != wanted.name]
-        tiles.print_fit(Console(), found, fits[0], [tiles.fit(found, item) for item in others], lowered)
-    raise typer.Exit(1 if fits[0].fits is False else 0)
+        others = [item for item in devices.devices().values() if item.kind == "gpu" and item.name != wanted.name]
+        tiles.print_fit(Console(), found, fits, [tiles.fit(found, item) for item in others], lowered)
+    raise typer.Exit(1 if fits.fits is False else 0)
 
 
 @app.command()
@@ -313,17 +308,13 @@ def tune(
     """Search better literals on this machine, the resource model first, and remember them for fused_moe."""
     from moe_lab.machine import backend
     from moe_lab.problem.contract import CASES
-    from moe_lab.problem.errors import ContractError
     from moe_lab.speed.autotune import tune as search
     from moe_lab.speed.bench import CPU_CASE
 
     submission = _submission(file)
     on_cpu = backend.detect().kind == "cpu"
-    if on_cpu == (case is not None):
-        raise ContractError(
-            "got a contest case on a CPU, which would need hours; leave --case out" if on_cpu
-            else "got no case, expected --case 1, 2 or 3"
-        )  # fmt: skip
+    _expect(not on_cpu or case is None, "got a contest case on a CPU, which would need hours; leave --case out")
+    _expect(on_cpu or case is not None, "got no case, expected --case 1, 2 or 3")
     result = search(submission, CPU_CASE if case is None else CASES[case], names=vary or None)
     where = "this machine's CPU, which says nothing about a GPU" if on_cpu else backend.detect().name
     changes = ", ".join(f"{name}={value!r}" for name, value in result.values.items())
@@ -353,8 +344,6 @@ def main() -> None:
             sys.stdout.flush()
     except MoeLabError as error:
         _fail(str(error))
-    except _ReaderGoneError:
-        raise SystemExit(_READER_GONE) from None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         _fail(f"{what}{error.strerror or error}")
@@ -373,69 +362,43 @@ def _open_standard_streams() -> None:
         except OSError:
             # Closed, as by `>&-`: its number would go to the next file or socket.
             os.open(os.devnull, os.O_RDWR)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-    for name, kind in (("stdout", _Output), ("stderr", _Asides)):
-        stream = getattr(sys, name)
-        original = stream is getattr(sys, f"__{name}__")
-        if original and isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Stream):
-            line, encoding = stream.line_buffering, stream.encoding
-            ours = kind(stream.detach(), encoding, "backslashreplace", line_buffering=line)
-            setattr(sys, name, ours)
+        original = getattr(sys, f"__{name}__")
+        if number and getattr(sys, name) is original and not isinstance(original, _Stream):
+            encoding, line = getattr(original, "encoding", None), number == _STDERR or os.isatty(number)
+            ours = _Stream(os.fdopen(number, "wb", closefd=False), encoding, "backslashreplace", line_buffering=line)
             # Libraries that reach for the original must not find a stream without a file.
+            setattr(sys, name, ours)
             setattr(sys, f"__{name}__", ours)
-
-
-class _ReaderGoneError(Exception):
-    """Whoever read the output has read enough, as ``head`` does."""
-
-
-class _OutputError(MoeLabError):
-    """What a command says does not reach anybody."""
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that fails at most once, and in one way for every library that writes to it."""
+    """A standard stream that fails at most once, and in one way for every library that writes to it.
+
+    A library must not turn a broken pipe into exit code 1, which says that a file failed.
+    """
 
     def write(self, text: str, /) -> int:
         """Write text."""
-        with self._checked():
-            return super().write(text)
+        self._tried(super().write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush."""
-        with self._checked():
-            super().flush()
+        self._tried(super().flush)
 
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
+    def _tried(self, act: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
+            act(*arguments)
         except OSError as error:
             # What could not be written now cannot be written by Python's own exit either.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            self._failed(error)
-
-    def _failed(self, error: OSError) -> None:
-        raise NotImplementedError
-
-
-class _Output(_Stream):
-    """Standard output: a library must not turn its broken pipe into exit code 1, which says that a file failed."""
-
-    def _failed(self, error: OSError) -> NoReturn:
-        if isinstance(error, BrokenPipeError):
-            raise _ReaderGoneError from None
-        raise _OutputError(f"the output cannot be written: {error.strerror or error}") from None
-
-
-class _Asides(_Stream):
-    """Standard error: progress that nobody can see is no reason to lose a verdict."""
-
-    def _failed(self, error: OSError) -> None:
-        """Say nothing from here on."""
+            # On standard error: progress that nobody can see is no reason to lose a verdict.
+            if self.fileno() != _STDERR:
+                if isinstance(error, BrokenPipeError):
+                    raise SystemExit(_READER_GONE) from None
+                raise MoeLabError(f"the output cannot be written: {error.strerror or error}") from None
 
 
 def _end(number: int, frame: types.FrameType | None) -> NoReturn:
