@@ -39,13 +39,7 @@ _PAIRS: Mapping[str, tuple[str, ...]] = {"0.1.10": ("0.1.10", "0.1.11"), "0.1.15
 
 @dataclass(frozen=True)
 class Backend:
-    """Where submissions run.
-
-    Attributes:
-        kind: "cpu", "cuda" or "maca".
-        name: the device's own name.
-        torch_device: what torch calls it; MACA answers to "cuda".
-    """
+    """Where submissions run: the device's own name, and what torch calls it (MACA answers to "cuda")."""
 
     kind: Kind
     name: str
@@ -54,14 +48,9 @@ class Backend:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of :func:`doctor`.
+    """One line of :func:`doctor`: what was looked at, what is there, and what to do about it if it is not ok.
 
-    Attributes:
-        name: what was looked at.
-        ok: whether it is as it should be.
-        found: what is there.
-        remedy: what to do about it; empty if nothing is needed.
-        required: whether submissions cannot run here without it.
+    Submissions cannot run here without what is ``required``.
     """
 
     name: str
@@ -282,9 +271,7 @@ def _nvcc_checks() -> list[Check]:
 def maca_exports(tilelang_root: str = "$HOME/tilelang", maca_path: str = "/opt/maca") -> str:
     """Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts.
 
-    Args:
-        tilelang_root: checkout of the vendor's TileLang; paths differ between machines.
-        maca_path: where MACA is installed.
+    The checkout of the vendor's TileLang and the place of MACA differ between machines.
     """
     return f"""\
 export MACA_PATH="{maca_path}"

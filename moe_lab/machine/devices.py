@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import DataError
@@ -60,8 +62,7 @@ class Roof:
 
     Attributes:
         title: what to write on the line.
-        peak_tflops: dense fp16 arithmetic, 1e12 operations a second, above 0.
-        bandwidth_tbps: device memory, 1e12 bytes a second, above 0.
+        peak_tflops, bandwidth_tbps: dense fp16 arithmetic and device memory, 1e12 a second, above 0.
         basis: where the two come from.
     """
 
@@ -88,14 +89,14 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class _DeviceRow:
-    device: str
+class _Row:
+    name: str
     title: str
     vendor: str
     target: Literal["cuda", "hip", "maca", "c"]
     architecture: str
     kind: Literal["gpu", "cpu"]
-    names: str
+    names: Annotated[tuple[str, ...], BeforeValidator(lambda text: text.split("|"))]
 
 
 class _Limit:
@@ -115,18 +116,10 @@ class _Limit:
 
 
 @dataclass(frozen=True)
-class Device:
-    """One device.
+class Device(_Row):
+    """One row of ``data/devices.csv`` and every figure known of it.
 
     Attributes:
-        name: short key, such as "c500".
-        title: full name.
-        vendor: who makes it.
-        target: TileLang's target kind.
-        architecture: the vendor's name for its instruction set.
-        kind: "gpu" or "cpu".
-        names: how its driver reports it.
-        figures: every number known.
         processors: streaming multiprocessors, compute units, APs, or the cores of a CPU.
         lanes: threads of a wave (warp): 32 or 64.
         shared_per_block_bytes, shared_per_processor_bytes: shared memory for one block, and for all of a processor.
@@ -135,13 +128,6 @@ class Device:
         l2_bytes: second-level cache.
     """
 
-    name: str
-    title: str
-    vendor: str
-    target: str
-    architecture: str
-    kind: Literal["gpu", "cpu"]
-    names: tuple[str, ...]
     figures: tuple[Figure, ...]
 
     processors = _Limit()
@@ -195,53 +181,39 @@ def devices() -> dict[str, Device]:
     Raises:
         DataError: for a row that does not fit, a figure given twice, or a device that lacks one it needs.
     """
-    rows = load(data_dir() / "devices.csv", _DeviceRow)
-    figures = load(data_dir() / "device_figures.csv", Figure)
-    return _join(rows, figures)
-
-
-def _join(rows: tuple[_DeviceRow, ...], figures: tuple[Figure, ...]) -> dict[str, Device]:
-    known = {row.device for row in rows}
-    seen: set[tuple[str, str, str]] = set()
-    for line, figure in enumerate(figures, start=2):
-        key = (figure.device, figure.quantity, figure.basis)
-        if figure.device not in known:
-            raise DataError(f"device_figures.csv, line {line}: got {figure.device!r}, expected a key of devices.csv")
-        if key in seen:
-            raise DataError(f"device_figures.csv, line {line}: got {' '.join(key)} a second time, expected one range")
-        seen.add(key)
+    rows = load(data_dir() / "devices.csv", _Row, key=("name",))
+    figures = load(data_dir() / "device_figures.csv", Figure, key=("device", "quantity", "basis"))
+    unknown = {figure.device for figure in figures} - {row.name for row in rows}
+    if unknown:
+        raise DataError(f"device_figures.csv: got {', '.join(sorted(unknown))}, expected keys of devices.csv")
     found: dict[str, Device] = {}
-    for line, row in enumerate(rows, start=2):
-        if row.device in found:
-            raise DataError(f"devices.csv, line {line}: got {row.device!r} a second time, expected each key once")
-        missing = [q for q in _REQUIRED[row.kind] if (row.device, q, "specification") not in seen]
+    for row in rows:
+        own = tuple(figure for figure in figures if figure.device == row.name)
+        known = {figure.quantity for figure in own if figure.basis == "specification"}
+        missing = [quantity for quantity in _REQUIRED[row.kind] if quantity not in known]
         if missing:
-            raise DataError(f"devices.csv, line {line}: {row.device} has no {', '.join(missing)} in device_figures.csv")
-        own = tuple(figure for figure in figures if figure.device == row.device)
-        found[row.device] = Device(
-            row.device, row.title, row.vendor, row.target, row.architecture, row.kind, tuple(row.names.split("|")), own
-        )
+            raise DataError(f"device_figures.csv: {row.name} has no {', '.join(missing)}, expected its specification")
+        found[row.name] = Device(**vars(row), figures=own)
     return found
 
 
 def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
-    """One device by its key, title or the name its driver reports; case does not matter.
+    """One device by any of its names.
 
     Args:
-        name: key, title or reported name.
+        name: see :func:`reported_as`.
         kind: only this one; any by default.
 
     Raises:
         DataError: for a name that is none of them, or of another kind.
     """
-    wanted = name.strip().casefold()
     offered = [item for item in devices().values() if kind in (None, item.kind)]
     keys = ", ".join(item.name for item in offered)
-    for item in devices().values():
-        if wanted in {text.casefold() for text in (item.name, item.title, *item.names)}:
-            if item not in offered:
-                raise DataError(f"got device {name!r}, a {item.kind.upper()}, expected a {str(kind).upper()}: {keys}")
-            return item
+    found = reported_as(name)
+    if found in offered:
+        return found
+    if found:
+        raise DataError(f"got device {name!r}, a {found.kind.upper()}, expected a {str(kind).upper()}: {keys}")
     raise DataError(
         f"got device {name!r}, expected one of {keys}, usually because data/devices.csv has no row for "
         "it yet: add one, and its figures to data/device_figures.csv"
@@ -249,14 +221,15 @@ def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
 
 
 def reported_as(text: str) -> Device | None:
-    """The device whose driver reports itself like this; None if ``data/devices.csv`` has none.
+    """The device with this key or title, or whose driver reports itself like this, in any case; None if there is none.
 
     >>> reported_as("NVIDIA H200").name
     'h200'
     >>> reported_as("NVIDIA H200 NVL") is None
     True
     """
-    try:
-        return device(text)
-    except DataError:
-        return None
+    wanted = text.strip().casefold()
+    for item in devices().values():
+        if wanted in {name.casefold() for name in (item.name, item.title, *item.names)}:
+            return item
+    return None

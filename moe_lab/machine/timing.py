@@ -39,12 +39,10 @@ class Timing:
     """Times of one candidate.
 
     Attributes:
-        name: what was timed.
-        device: the device's own name.
+        name, device: what was timed, and the device's own name.
         cache: state of the cache before each call.
         times_ms: one entry a round.
-        median_ms: their median.
-        low_ms, high_ms: 95% bootstrap interval of the median.
+        median_ms, low_ms, high_ms: their median and its 95% bootstrap interval.
     """
 
     name: str
@@ -58,12 +56,6 @@ class Timing:
 
 def summarise(name: str, times_ms: Sequence[float], *, device: str, cache: Cache) -> Timing:
     """Median and its 95% bootstrap interval (percentiles of 2000 resamples, seeded).
-
-    Args:
-        name: what was timed.
-        times_ms: at least one time above 0.
-        device: the device's own name.
-        cache: state of the cache before each call.
 
     Raises:
         ContractError: for no time at all, or one that is not above 0.
@@ -191,10 +183,10 @@ def speedup(one: Timing, other: Timing) -> Speedup:
     import numpy as np
 
     rng = np.random.default_rng(0)
-    first, second = np.asarray(one.times_ms), np.asarray(other.times_ms)
-    ratios = np.median(rng.choice(second, (_RESAMPLES, second.size)), axis=1) / np.median(
-        rng.choice(first, (_RESAMPLES, first.size)), axis=1
-    )
+    medians = [
+        np.median(rng.choice(timing.times_ms, (_RESAMPLES, len(timing.times_ms))), axis=1) for timing in (other, one)
+    ]
+    ratios = medians[0] / medians[1]
     low, high = np.percentile(ratios, [2.5, 97.5])
     return Speedup(other.median_ms / one.median_ms, float(low), float(high))
 
@@ -258,20 +250,8 @@ def new_run() -> tuple[str, str]:
     return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}", now.isoformat(timespec="seconds")
 
 
-def measurements_dir() -> Path:
-    """``data/measurements`` of this checkout."""
-    return data_dir() / "measurements"
-
-
 def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
-    """Write the rows of one run to a file of their own: complete or not at all, and no other run is touched.
-
-    Args:
-        rows: at least one, all of one run.
-        folder: where; ``data/measurements`` by default.
-
-    Returns:
-        The file.
+    """Write the rows of one run to a file in ``data/measurements``: complete or not at all, no other run is touched.
 
     Raises:
         ContractError: for no rows, or rows of several runs.
@@ -280,7 +260,7 @@ def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
     runs = {row.run for row in rows}
     if len(runs) != 1:
         raise ContractError(f"got rows of {len(runs)} runs, expected rows of one")
-    folder = folder or measurements_dir()
+    folder = folder or data_dir() / "measurements"
     folder.mkdir(parents=True, exist_ok=True)
     return write_atomic(folder / f"{runs.pop()}.csv", to_csv(rows).encode())
 
@@ -291,7 +271,7 @@ def measurements(folder: Path | None = None) -> list[Measurement]:
     Raises:
         DataError: for a row that does not fit; names file and line.
     """
-    folder = folder or measurements_dir()
+    folder = folder or data_dir() / "measurements"
     if not folder.is_dir():
         raise DataError(f"got no folder {folder}, expected recorded measurements: run `moe-lab bench`")
     return [row for path in sorted(folder.glob("*.csv")) for row in load(path, Measurement)]
@@ -308,9 +288,6 @@ def newest_runs(device: str, name: str, routing: str, folder: Path | None = None
 
     Returns:
         All rows of these runs and their case, cases in order; empty if there is no such run.
-
-    Raises:
-        DataError: for a row that does not fit.
     """
     rows = [
         row for row in measurements(folder)

@@ -51,15 +51,7 @@ def data_dir() -> Path:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of ``run_kernel``.
-
-    Attributes:
-        name: parameter name.
-        shape: symbolic shape over E, H, I, N, P and P/128.
-        dtype: torch dtype name under the judge profile.
-        index_space: what a row number means: "padded", "raw", "expert" or "block".
-        meaning: one line for people.
-    """
+    """One argument of ``run_kernel``: its shape over E, H, I, N and P, its dtype under the judge profile, its meaning."""
 
     name: str
     shape: tuple[str, ...]
@@ -88,9 +80,7 @@ class Case:
 
     Attributes:
         name: "case 1" to "case 3" for the contest's, anything for a small one.
-        num_experts: E, at least 1.
-        hidden: H, at least 1.
-        intermediate: I, at least 1.
+        num_experts, hidden, intermediate: E, H and I, at least 1.
         num_tokens: N, raw rows after routing (tokens times top-k), at least 0.
         warmup, iterations: timed calls of the contest for this case.
     """

@@ -185,10 +185,7 @@ class GroupedLayout:
         )
 
     def actual_rows(self, block: int) -> int:
-        """Valid rows of one block: min(block size, what is left of its group), never below 0.
-
-        Args:
-            block: block number in [0, P/block).
+        """Valid rows of a block, numbered from 0: min(block size, what is left of its group), never below 0.
 
         Raises:
             ContractError: for a block that does not exist.
@@ -242,8 +239,7 @@ def unpermute(
         out: (P, H), result in the grouped layout.
         source: (N,), from :func:`permute`.
         layout: the layout of ``out``.
-        num_tokens: T.
-        top_k: K.
+        num_tokens, top_k: T and K.
 
     Returns:
         (T, H) in the dtype of ``out``; summed in fp32.

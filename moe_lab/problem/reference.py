@@ -13,12 +13,7 @@ from moe_lab.problem.inputs import Inputs
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of all experts.
-
-    Attributes:
-        gate_w, up_w: (E, I, H).
-        down_w: (E, H, I).
-    """
+    """The weights of all experts: gate and up (E, I, H), down (E, H, I)."""
 
     gate_w: torch.Tensor
     up_w: torch.Tensor
@@ -68,17 +63,7 @@ def weights_of(experts: Experts | Inputs, expert: int, dtype: torch.dtype = torc
 
 
 def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """The definition, token by token.
-
-    Args:
-        tokens: (T, H).
-        choices: (T, K).
-        weights: (T, K).
-        experts: all weights.
-
-    Returns:
-        (T, H) fp32.
-    """
+    """The definition, token by token: tokens (T, H), choices and weights (T, K); returns (T, H) fp32."""
     out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for token in range(tokens.shape[0]):
         for choice, weight in zip(choices[token].tolist(), weights[token].float(), strict=True):
@@ -90,10 +75,7 @@ def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Te
 def moe_per_expert(
     tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts
 ) -> torch.Tensor:
-    """The same sum, expert by expert: each weight is read once for all its tokens.
-
-    Args, Returns: as :func:`moe_per_token`.
-    """
+    """The same sum, expert by expert: each weight is read once for all its tokens."""
     out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for expert in range(experts.num_experts):
         rows, slots = torch.where(choices == expert)

@@ -83,12 +83,7 @@ def routings() -> tuple[Routing, ...]:
     Raises:
         DataError: for a row that does not fit its case, or a name given twice.
     """
-    rows = load(data_dir() / "routings" / "routings.csv", Routing)
-    names = [(row.case, row.name) for row in rows]
-    for line, key in enumerate(names, start=2):
-        if key in names[: line - 2]:
-            raise DataError(f"routings.csv, line {line}: got {key[1]!r} of case {key[0]} a second time")
-    return rows
+    return load(data_dir() / "routings" / "routings.csv", Routing, key=("case", "name"))
 
 
 def routing(case: int, name: str) -> Routing:

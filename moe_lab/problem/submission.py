@@ -33,14 +33,7 @@ LiteralValue = bool | int | float | str | tuple[Any, ...] | None
 
 @dataclass(frozen=True)
 class Literal:
-    """One module-level constant such as ``BLOCK_K = 64``.
-
-    Attributes:
-        name: the name it is bound to.
-        value: its value.
-        line: first line, from 1.
-        start, end: byte offsets of the right side in the UTF-8 text.
-    """
+    """One module-level constant such as ``BLOCK_K = 64``: first line from 1, byte offsets of its right side."""
 
     name: str
     value: LiteralValue
@@ -199,11 +192,7 @@ class Submission:
 
 
 def read_file(path: Path, most_bytes: int = -1) -> bytes:
-    """Read a file that ends: a pipe may never end, and some devices never do.
-
-    Args:
-        path: of the file.
-        most_bytes: how much to read; -1 reads all.
+    """Read a file that ends, all of it or so many bytes: a pipe may never end, and some devices never do.
 
     Raises:
         OSError: if it cannot be read, or is a device or a pipe.

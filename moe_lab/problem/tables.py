@@ -28,7 +28,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
-def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
+def load(path: Path, row_type: type[Row], *, key: Sequence[str] = ()) -> tuple[Row, ...]:
     """Read a CSV file into rows of a dataclass whose fields are its columns, in order.
 
     A cell is converted by the field's type; an empty one is None, which only an optional field takes. The row type's
@@ -37,12 +37,14 @@ def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
     Args:
         path: a UTF-8 file with a header line.
         row_type: a dataclass.
+        key: columns whose cells together name a row, so no two rows may share them.
 
     Raises:
-        DataError: for a missing file, another header, or a row that does not fit; names file, line and column.
+        DataError: for a missing file, another header, a row that does not fit, or one given twice; names file, line
+            and column.
     """
     columns = [field.name for field in fields(row_type)]  # type: ignore[arg-type]
-    adapter, rows = TypeAdapter(row_type), []
+    adapter, rows, seen = TypeAdapter(row_type), [], set()
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
@@ -57,6 +59,10 @@ def load(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
                         "comma has no quotes"
                     )
                 texts = dict(zip(columns, cells, strict=True))
+                name = tuple(texts[column] for column in key)
+                if name and name in seen:
+                    raise DataError(f"{where}: got {' '.join(name)} a second time, expected each {' '.join(key)} once")
+                seen.add(name)
                 try:
                     rows.append(adapter.validate_python({name: text or None for name, text in texts.items()}))
                 except ValidationError as error:

@@ -53,12 +53,9 @@ class Candidate:
     """One thing to time.
 
     Attributes:
-        kind: "step", "peer" or "roof".
-        name: what it is called in the record.
-        source_hash: of a step.
-        calls: for each input set, the function that issues the work.
+        kind, name, source_hash, flops, bytes: as the record has them.
+        calls: for each input set, the function that issues the work; a roof has one for all.
         results: for each input set, the function that gives (N, H) in raw order of the last call; None for a roof.
-        flops, bytes: of one call.
     """
 
     kind: Kind
@@ -68,10 +65,6 @@ class Candidate:
     results: tuple[Callable[[], torch.Tensor], ...] | None
     flops: int
     bytes: int
-
-    def issue(self, index: int) -> None:
-        """Issue the work on one input set; a roof has the same for every set."""
-        self.calls[index % len(self.calls)]()
 
 
 def run(
@@ -251,8 +244,9 @@ def time_case(
             torch.cuda.synchronize()
             time.sleep(_REST_S)
     timings = interleave(
-        {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
-    )
+        {item.name: functools.partial(_issue, item) for item in candidates},
+        rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets),
+    )  # fmt: skip
     timed: list[tuple[Candidate, Timing, float | None]] = []
     for candidate in candidates:
         error = None
@@ -285,6 +279,10 @@ def _ready(
         return None
     say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
     return candidate
+
+
+def _issue(candidate: Candidate, index: int) -> None:
+    candidate.calls[index % len(candidate.calls)]()
 
 
 def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:

@@ -1,10 +1,9 @@
-from dataclasses import replace
-
 import pytest
 
 from moe_lab.machine import devices as module
 from moe_lab.machine.devices import Figure, Roof, device, devices, reported_as
 from moe_lab.machine.timing import measurements
+from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import DataError
 
 
@@ -68,28 +67,31 @@ def test_a_cpu_has_no_block_limits():
         _ = device("laptop").shared_per_block_bytes
 
 
-def rows():
-    first = module.load(module.data_dir() / "devices.csv", module._DeviceRow)
-    return first, module.load(module.data_dir() / "device_figures.csv", Figure)
-
-
-def test_a_figure_given_twice_is_named():
-    first, figures = rows()
-    with pytest.raises(DataError, match=rf"line {len(figures) + 2}: got c500 processors specification a second time"):
-        module._join(first, (*figures, replace(figures[0], low=1)))
-
-
-def test_a_device_without_a_figure_it_needs_is_named():
-    first, figures = rows()
-    kept = tuple(f for f in figures if (f.device, f.quantity) != ("h200", "lanes"))
-    with pytest.raises(DataError, match="line 3: h200 has no lanes"):
-        module._join(first, kept)
-
-
-def test_a_figure_of_an_unknown_device_is_named():
-    first, figures = rows()
-    with pytest.raises(DataError, match="line 2: got 'c5000'"):
-        module._join(first, (replace(figures[0], device="c5000"),))
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "device_figures.csv",
+            "",
+            "c500,processors,specification,1,1,somebody,\n",
+            "got c500 processors specification a",
+        ),
+        ("device_figures.csv", "\nh200,lanes,", "\nh100,l2_bytes,", "a second time"),
+        ("device_figures.csv", "\nh200,lanes,specification", "\nh200,lanes,observed", "h200 has no lanes"),
+        ("device_figures.csv", "\nh200,lanes,", "\nc5000,lanes,", "got c5000, expected keys of devices.csv"),
+        ("devices.csv", "\nh200,", "\nc500,", "devices.csv, line 3: got c500 a second time"),
+    ],
+)
+def test_a_damaged_table_is_named(tmp_path, monkeypatch, file, old, new, message):
+    for name in ("devices.csv", "device_figures.csv"):
+        text = (data_dir() / name).read_text(encoding="utf-8")
+        if name == file:
+            assert old in text
+            text = text.replace(old, new, 1) if old else text + new
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(module, "data_dir", lambda: tmp_path)
+    with pytest.raises(DataError, match=message):
+        devices.__wrapped__()
 
 
 def test_an_upside_down_range_is_refused():
