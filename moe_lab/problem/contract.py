@@ -51,7 +51,7 @@ def data_dir() -> Path:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of ``run_kernel``: its shape over E, H, I, N and P, its dtype under the judge profile, its meaning."""
+    """One argument of ``run_kernel``: its shape over E, H, I, N and P, and its dtype under the judge profile."""
 
     name: str
     shape: tuple[str, ...]
