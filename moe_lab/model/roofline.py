@@ -13,7 +13,7 @@ from typing import Literal
 from moe_lab.machine.devices import Roof
 from moe_lab.problem.contract import BLOCK_TOKEN, Case
 from moe_lab.problem.errors import ContractError
-from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.layout import GroupedLayout, group_sizes
 
 #: Bytes of one fp16 number: every large tensor of the contract.
 _FP16 = 2
@@ -128,8 +128,7 @@ def balanced(case: Case) -> tuple[int, ...]:
     >>> balanced(Case("small", 3, 8, 8, 7))
     (3, 2, 2)
     """
-    share, rest = divmod(case.num_tokens, case.num_experts)
-    return tuple(share + (expert < rest) for expert in range(case.num_experts))
+    return group_sizes("balanced", case.num_experts, case.num_tokens)
 
 
 @dataclass(frozen=True)
