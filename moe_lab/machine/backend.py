@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_lab.machine import cpu
+from moe_lab.machine.child import Child, ChildError
 from moe_lab.problem.contract import ENTRY_POINT
 from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.submission import Submission
@@ -78,6 +79,13 @@ def detect() -> Backend:
     name = torch.cuda.get_device_name()
     maca = any(word in f"{torch.__version__} {name}".lower() for word in ("metax", "maca"))
     return Backend("maca" if maca else "cuda", name, "cuda")
+
+
+def is_hopper() -> bool:
+    """Whether the device has the instructions that the Hopper branch of the ladder uses."""
+    import torch
+
+    return detect().kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
 @functools.cache
@@ -183,12 +191,10 @@ def load(submission: Submission) -> Callable[..., None]:
     return entry
 
 
-# The smallest kernel that shows that TileLang compiles and runs here; it prints what it computed.
+# The smallest kernel that shows that TileLang compiles and runs here.
 _PROBE = """
-import sys
-from moe_lab.machine import backend
-where = backend.prepare()
 import tilelang, tilelang.language as T, torch
+
 @tilelang.jit
 def build(n):
     @T.prim_func
@@ -201,11 +207,21 @@ def build(n):
             T.gemm(a_shared, a_shared, acc, transpose_B=True)
             T.copy(acc, b)
     return probe
-a = torch.eye(64, dtype=torch.float16, device=where.torch_device) * 3
-b = torch.zeros_like(a)
-build(64)(a, b)
-print("probe", tilelang.__version__, float(b.sum()))
+
+def run(device):
+    a = torch.eye(64, dtype=torch.float16, device=device) * 3
+    b = torch.zeros_like(a)
+    build(64)(a, b)
+    return float(b.sum()), tilelang.__version__
 """
+
+
+def probe(say: object) -> tuple[float, str]:
+    """In a child: the sum that the small kernel computes, 576, and TileLang's version."""
+    where = prepare()
+    with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder:
+        found: tuple[float, str] = Submission(_PROBE).execute(Path(folder))["run"](where.torch_device)
+    return found
 
 
 def doctor() -> list[Check]:
@@ -304,30 +320,16 @@ def _maca_checks() -> list[Check]:
 
 def _probe_check() -> Check:
     """Compile and run one small kernel in a process of its own: a broken pair of packages ends only that one."""
-    name = "a kernel compiles and runs"
-    # The kernel has to be a file, because TileLang reads its source.
-    with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder:
-        path = Path(folder, "probe.py")
-        path.write_text(_PROBE, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
-        try:
-            done = subprocess.run(
-                [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=300, env=environment,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Check(name, False, "no answer in 5 minutes", "look for a compiler that hangs, then try again")
-    answer = next((line for line in done.stdout.splitlines() if line.startswith("probe ")), "")
-    if done.returncode == 0 and answer.split()[2:] == ["576.0"]:
-        return Check(name, True, f"yes, with tilelang {answer.split()[1]}")
-    if done.returncode < 0:
-        found = f"the process was ended by signal {-done.returncode}"
-    else:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        found = lines[-1] if lines else f"exit code {done.returncode}, answer {answer!r}"
-    return Check(
-        name, False, found, "mend what the lines above name; else reinstall tilelang and apache-tvm-ffi together"
-    )
+    name, remedy = "a kernel compiles and runs", "reinstall tilelang and apache-tvm-ffi together"
+    try:
+        with Child("moe_lab.machine.backend:probe") as child:
+            total, version = child.ask({}, timeout_s=300)
+    except ChildError as error:
+        if error.ending.startswith("no answer"):
+            return Check(name, False, error.ending, "look for a compiler that hangs, then try again")
+        return Check(name, False, str(error), f"mend what the lines above name; else {remedy}")
+    found = f"yes, with tilelang {version}" if total == 576 else f"got {total}, expected 576, with tilelang {version}"
+    return Check(name, total == 576, found, remedy)
 
 
 def render_doctor(checks: list[Check]) -> Any:
@@ -338,7 +340,6 @@ def render_doctor(checks: list[Check]) -> Any:
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        table.add_row(
-            "ok" if check.ok else "MISSING" if check.required else "note", check.name, check.found, check.remedy
-        )
+        state = "ok" if check.ok else "MISSING" if check.required else "note"
+        table.add_row(state, check.name, check.found, check.remedy)
     return table

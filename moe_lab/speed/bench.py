@@ -34,7 +34,7 @@ from moe_lab.problem.reference import fused_truth
 from moe_lab.problem.routings import routings
 from moe_lab.problem.submission import Submission
 from moe_lab.speed.peers import PEERS, Peer, forget_copies
-from moe_lab.steps import STEPS, Step, find
+from moe_lab.steps import STEPS, find
 
 #: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
 CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
@@ -106,7 +106,8 @@ def run(
     unknown = [number for number in cases or () if number not in CASES]
     if unknown:
         raise ContractError(f"got case {unknown[0]}, expected one of {', '.join(map(str, CASES))}")
-    chosen = _steps_for(where) if steps is None else list(dict.fromkeys(find(name) for name in steps))
+    every = [name for name, entry in STEPS.items() if entry.branch != "hopper" or backend.is_hopper()]
+    chosen = list(dict.fromkeys(find(name) for name in (every if steps is None else steps)))
     if not chosen:
         raise SubmissionError(f"got no step, expected one or more of {', '.join(STEPS)}")
     problems = [CPU_CASE] if on_cpu else [CASES[number] for number in dict.fromkeys(cases or CASES)]
@@ -149,11 +150,6 @@ def _row(
     )  # fmt: skip
 
 
-def _steps_for(where: backend.Backend) -> list[Step]:
-    hopper = where.kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    return [entry for entry in STEPS.values() if entry.branch != "hopper" or hopper]
-
-
 def _sizes(case: Case, name: str) -> tuple[int, ...]:
     """Group sizes of a recorded routing; a case that is none of the contest's draws its own in the same way."""
     number = next((number for number, contest_case in CASES.items() if contest_case == case), None)
@@ -162,7 +158,7 @@ def _sizes(case: Case, name: str) -> tuple[int, ...]:
     if name not in known:
         raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(known)}")
     row = known[name]
-    if number or row.distribution == "edge":
+    if row.distribution == "edge" or number:
         return row.sizes
     return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
 

@@ -24,11 +24,8 @@ def best_step() -> Step:
     Hopper GPUs get the end of the Hopper branch, which uses instructions that no other card has; every other device,
     the CPU included, gets the end of the C500 branch, which needs no more than 64 KiB of shared memory.
     """
-    hopper = backend.detect().kind == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    branch = "hopper" if hopper else "c500"
-    return next(
-        (entry for entry in STEPS.values() if entry.recommended and entry.branch == branch), STEPS["s0_baseline"]
-    )
+    branch = "hopper" if backend.is_hopper() else "c500"
+    return next(entry for entry in STEPS.values() if entry.recommended and entry.branch == branch)
 
 
 @functools.cache
@@ -149,17 +146,12 @@ class MoE(torch.nn.Module):
     weight that you told to) require a gradient, ``backward()`` through the result raises a :class:`ContractError`.
 
     Args:
-        hidden: H, at least 1.
-        intermediate: I, at least 1.
-        num_experts: E, at least 1.
+        hidden, intermediate, num_experts: H, I and E, at least 1.
         top_k: experts of a token, 1 to E.
         device: where the weights live; by default torch's own default, which is the CPU.
 
     Attributes:
-        router_w: (E, H).
-        gate_w, up_w: (E, I, H).
-        down_w: (E, H, I).
-        top_k: experts of a token.
+        router_w: (E, H); gate_w, up_w: (E, I, H); down_w: (E, H, I).
 
     Raises:
         ContractError: for a size that is no integer or too small, a top_k above E, or no device at all.
@@ -170,8 +162,8 @@ class MoE(torch.nn.Module):
         self, hidden: int, intermediate: int, num_experts: int, top_k: int, device: str | torch.device | None = None
     ) -> None:
         super().__init__()
-        hidden, intermediate = _at_least_1("hidden", hidden), _at_least_1("intermediate", intermediate)
-        num_experts, self.top_k = _at_least_1("num_experts", num_experts), _at_least_1("top_k", top_k)
+        given = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts, "top_k": top_k}
+        hidden, intermediate, num_experts, self.top_k = (_at_least_1(name, size) for name, size in given.items())
         if self.top_k > num_experts:
             raise ContractError(f"got top_k={top_k}, expected 1 to {num_experts}, the number of experts")
         _check_device(device)

@@ -26,14 +26,7 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation.
-
-    Attributes:
-        name: library and what of it, with the dtype it computes in.
-        package: distribution that must be installed, "torch" for what every installation has.
-        needs_gpu: whether it only exists on a CUDA device.
-        prepare: from the inputs of a call to the call.
-    """
+    """One implementation: its name says the dtype it computes in, ``prepare`` makes the call for some inputs."""
 
     name: str
     package: str
@@ -51,26 +44,21 @@ class Peer:
         return ""
 
 
-def _compact(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """(N, H): the valid rows."""
-    return inputs.stacked_expert_tokens[inputs.valid_rows].to(dtype)
-
-
 @functools.lru_cache(maxsize=8)
-def _gate_up(gate_w: torch.Tensor, up_w: torch.Tensor) -> torch.Tensor:
-    """(E, 2I, H) bf16: gate rows, then up rows; one copy for all peers that want it."""
-    return torch.cat([gate_w, up_w], dim=1).bfloat16()
+def _weights(gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E, 2I, H) bf16, gate rows, then up rows, and (E, H, I) bf16; one copy for all peers that want it."""
+    return torch.cat([gate_w, up_w], dim=1).bfloat16(), down_w.bfloat16()
 
 
-@functools.lru_cache(maxsize=8)
-def _down(down_w: torch.Tensor) -> torch.Tensor:
-    return down_w.bfloat16()
+def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The valid rows, (N, H), gate and up weights in one tensor, and down weights."""
+    rows = inputs.stacked_expert_tokens[inputs.valid_rows].bfloat16()
+    return rows, *_weights(inputs.gate_w, inputs.up_w, inputs.down_w)
 
 
 def forget_copies() -> None:
     """Free the weights that peers keep in a layout of their own."""
-    _gate_up.cache_clear()
-    _down.cache_clear()
+    _weights.cache_clear()
 
 
 def _scaled(hidden: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> torch.Tensor:
@@ -81,13 +69,13 @@ def _scaled(hidden: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def _torch_loop(inputs: Inputs) -> Call:
-    rows, layout = _compact(inputs, torch.float16), inputs.layout
+    rows, layout = inputs.stacked_expert_tokens[inputs.valid_rows], inputs.layout
     out = torch.empty_like(rows)
 
     def call() -> torch.Tensor:
         for expert, size in enumerate(layout.sizes):
             if size:
-                span = slice(layout.offsets[expert], layout.offsets[expert] + size)
+                span = slice(layout.offsets[expert], layout.offsets[expert + 1])
                 x = rows[span]
                 hidden = F.silu(x @ inputs.gate_w[expert].T).mul_(x @ inputs.up_w[expert].T)
                 torch.mul(hidden @ inputs.down_w[expert].T, inputs.routed_expert_weights[span, None], out=out[span])
@@ -99,7 +87,7 @@ def _torch_loop(inputs: Inputs) -> Call:
 def _torch_grouped(inputs: Inputs) -> Call:
     # Only bf16 reaches torch's grouped kernel; fp16 falls back to one matmul for each group.
     grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    rows, gate_up, down = _in_bf16(inputs)
     ends, inter = inputs.group_offsets[1:].contiguous(), inputs.case.intermediate
 
     def call() -> torch.Tensor:
@@ -112,7 +100,7 @@ def _torch_grouped(inputs: Inputs) -> Call:
 
 def _quack(inputs: Inputs, *, tuned: bool) -> Call:
     interface = importlib.import_module("quack.gemm_interface")
-    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    rows, gate_up, down = _in_bf16(inputs)
     starts = inputs.group_offsets
 
     def call() -> torch.Tensor:
@@ -127,7 +115,7 @@ def _quack(inputs: Inputs, *, tuned: bool) -> Call:
 
 def _liger(inputs: Inputs) -> Call:
     function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
-    rows, gate_up, down = _compact(inputs, torch.bfloat16), _gate_up(inputs.gate_w, inputs.up_w), _down(inputs.down_w)
+    rows, gate_up, down = _in_bf16(inputs)
     # Every raw row is a token with one choice; Liger sorts them itself, as a part of its operator.
     sizes = inputs.group_sizes.to(torch.int64)
     choices = torch.repeat_interleave(torch.arange(len(sizes), device=rows.device), sizes)[:, None].to(torch.int32)
