@@ -7,13 +7,12 @@ nothing, and nothing that happens to them says anything about the submission.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
+import queue
 import time
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from moe_lab.judge.plan import Group
 from moe_lab.judge.process import Limits
@@ -27,21 +26,6 @@ from moe_lab.steps import step
 _Spec = tuple[tuple[int, ...], str, "list[int] | None"]
 #: Calls do not wait longer than this; then the workers are ended and the calls compile for themselves.
 _PATIENCE_S = 120.0
-
-
-@dataclass
-class _Job:
-    """Kernels of one set of shapes.
-
-    Attributes:
-        tensors: the ten arguments.
-        baseline: compile the baseline's kernels instead of the submission's.
-        done: set once they are compiled, or will not be.
-    """
-
-    tensors: list[_Spec]
-    baseline: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Ahead:
@@ -60,52 +44,39 @@ class Ahead:
         self, submission: Submission, groups: Iterable[Group], limits: Limits, *, sandboxed: bool, device: str,
         processes: int,
     ) -> None:  # fmt: skip
-        self._submission = submission
-        self._limits = limits
-        self._sandboxed = sandboxed
-        self._device = device
-        self._lock = threading.Lock()
-        self._closed = False
+        self._new = lambda: Session(
+            submission, (), limits, sandboxed=sandboxed, say=lambda text: None, device=device
+        )  # fmt: skip
         self._sessions: list[Session] = []
-        self._by_group: dict[str, list[_Job]] = {}
-        jobs: dict[object, _Job] = {}
+        self._idle: queue.SimpleQueue[Session] = queue.SimpleQueue()
+        self._closed = False
+        self._jobs: dict[str, list[Future[None]]] = {}
+        self._pool = ThreadPoolExecutor(max(1, processes), "compile ahead")
+        asked: dict[object, Future[None]] = {}
         is_baseline = submission.source == step("s0_baseline").source
         for group in groups if processes else ():
             tensors = specs(group)
-            mine = self._by_group.setdefault(group.name, [])
-            mine.append(jobs.setdefault(repr(tensors), _Job(tensors)))
-            if group.timed_rounds and not is_baseline:
-                mine.append(jobs.setdefault(group.name, _Job(tensors, baseline=True)))
-        self._jobs = deque(jobs.values())
-        self._all = tuple(jobs.values())
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"compile ahead {number}", daemon=True)
-            for number in range(min(processes, len(self._all)))
-        ]
-        self._working = len(self._threads)
+            for baseline in (False, True) if group.timed_rounds and not is_baseline else (False,):
+                if (key := (repr(tensors), baseline)) not in asked:
+                    asked[key] = self._pool.submit(self._compile, tensors, baseline)
+                self._jobs.setdefault(group.name, []).append(asked[key])
 
     def __enter__(self) -> Ahead:
-        """Start the workers."""
-        for thread in self._threads:
-            thread.start()
+        """Nothing more to do: the workers start by themselves."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End them."""
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the workers, wherever they are."""
-        with self._lock:
-            self._closed = True
-        for thread in self._threads:
-            while thread.is_alive():
-                # Again and again: one of them may only just be starting.
-                for session in self._sessions:
-                    session.interrupt()
-                thread.join(0.1)
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Again and again: one of them may only just be starting.
+        while wait(self._all(), timeout=0.1).not_done:
+            for session in self._sessions:
+                session.interrupt()
+        self._pool.shutdown()
+        for session in self._sessions:
+            session.__exit__()
+        self._sessions = []
 
     def wait(self, group: Group, say: Progress) -> None:
         """Wait until the kernels of a group are compiled, or will not be.
@@ -115,45 +86,33 @@ class Ahead:
             say: progress.
         """
         start = time.monotonic()
-        jobs = self._all if group.on_device else self._by_group.get(group.name, ())
-
-        def busy() -> bool:
-            alone = not group.on_device or not any(thread.is_alive() for thread in self._threads)
-            return not (alone and all(job.done.is_set() for job in jobs))
-
-        while busy():
+        jobs = self._all() if group.on_device else self._jobs.get(group.name, [])
+        while wait(jobs, timeout=0.1).not_done:
             waited = time.monotonic() - start
             if waited > _PATIENCE_S:
-                self.close()
+                self.__exit__()
                 return
             say(f"{group.name}: compiling ({waited:.0f} s)")
-            time.sleep(0.1)
+        if group.on_device:
+            self.__exit__()
 
-    def _next(self) -> _Job | None:
-        with self._lock:
-            return self._jobs.popleft() if self._jobs and not self._closed else None
+    def _all(self) -> list[Future[None]]:
+        return [job for jobs in self._jobs.values() for job in jobs]
 
-    def _serve(self) -> None:
-        """One worker's life."""
-        session = Session(
-            self._submission, (), self._limits, sandboxed=self._sandboxed, say=lambda text: None, device=self._device
-        )
-        self._sessions.append(session)
-        try:
-            with session:
-                while (job := self._next()) is not None:
-                    try:
-                        session.compile(job.tensors, baseline=job.baseline)
-                    finally:
-                        job.done.set()
-        except Exception:  # noqa: BLE001 - what is wrong with the file shows in its calls
-            pass
-        finally:
-            with self._lock:
-                self._working -= 1
-                if not self._working:
-                    for job in self._all:
-                        job.done.set()
+    def _compile(self, tensors: list[_Spec], baseline: bool) -> None:
+        """One job, in a worker that waits for one or in a new one."""
+        if self._closed:
+            return
+        # What is wrong with the file shows in its calls.
+        with contextlib.suppress(Exception):
+            try:
+                session = self._idle.get_nowait()
+            except queue.Empty:
+                session = self._new()
+                self._sessions.append(session)
+                session.__enter__()
+            session.compile(tensors, baseline=baseline)
+            self._idle.put(session)
 
 
 def processes_for(device: str) -> int:
@@ -172,19 +131,15 @@ def specs(group: Group) -> list[_Spec]:
     Args:
         group: shapes and variant.
     """
-    call, hidden, intermediate = group.calls[0], group.hidden, group.intermediate
+    call, wide = group.calls[0], {"H": group.hidden, "I": group.intermediate}
     thin = make_inputs(
         Case(group.name, len(call.sizes), 1, 1, sum(call.sizes)), call.sizes, variant=group.variant, seed=call.seed
     )  # fmt: skip
-    experts, rows = len(call.sizes), thin.out.shape[0]
-    large = {
-        "stacked_expert_tokens": (rows, hidden), "gate_w": (experts, intermediate, hidden),
-        "up_w": (experts, intermediate, hidden), "down_w": (experts, hidden, intermediate), "out": (rows, hidden),
-    }  # fmt: skip
     return [
         (
-            large.get(argument.name, tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch."),
+            tuple(wide.get(symbol, size) for symbol, size in zip(argument.shape, tensor.shape, strict=True)),
+            str(tensor.dtype).removeprefix("torch."),
             None if tensor.is_floating_point() else tensor.tolist(),
         )
         for argument, tensor in zip(ARGUMENTS, thin.args, strict=True)
-    ]  # fmt: skip
+    ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from moe_lab.judge.arena import private_folder
 from moe_lab.machine import devices
 from moe_lab.model import tiles
 from moe_lab.model.lowering import LoweredKernel, Lowering, LoweringError, lower_many
@@ -19,8 +20,6 @@ from moe_lab.problem.submission import Submission
 #: reported to, and does no warp specialisation.
 _STAND_IN = "sm_80"
 _TIMEOUT_S = 120.0
-#: The file's text, and what a compiler writes beside it.
-_SCRATCH_BYTES = 16 << 20
 _SAID_CHARS = 240
 
 _Cases = defaultdict[str, list[str]]
@@ -47,9 +46,9 @@ def c500_fit(submission: Submission) -> FitResult:
     """
     alike = _alike(submission)
     try:
-        with private_folder(_SCRATCH_BYTES) as folder:
+        with tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True) as folder:
             asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
-            answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=folder)
+            answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=Path(folder))
     except MoeLabError as error:
         return FitResult(unknown=(f"resources on a C500: {error}",))
     # What is equal for several cases is said once: from the words to the names of the cases.
