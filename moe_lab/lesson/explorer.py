@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -21,8 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moe_lab.lesson.display import BLUE, INK, RED, canvas
 from moe_lab.model.choices import choices
-from moe_lab.problem.errors import ExplorerError, MoeLabError
+from moe_lab.problem.contract import CASES, Case
+from moe_lab.problem.errors import MoeLabError
+from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.routings import routing
 from moe_lab.problem.submission import LiteralValue, Submission, write_atomic
 
 if TYPE_CHECKING:
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from moe_lab.judge import Report
-    from moe_lab.judge.plan import Plan
     from moe_lab.judge.rules import Profile
     from moe_lab.lesson.readout import Readout
     from moe_lab.lesson.stopwatch import Times
@@ -82,158 +86,105 @@ class Trial(BaseModel):
     when: str = Field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
-    def legal(self) -> bool:
-        """Whether it may be used as far as anybody looked: the judge accepted it."""
-        return self.verdict == "accepted"
-
-    @property
     def speed(self) -> float | None:
         """Baseline's time over its own, both measured together; None if not timed."""
         return self.baseline_ms / self.time_ms if self.time_ms and self.baseline_ms else None
 
+    def completed(self, older: Trial) -> Trial:
+        """This one, with what only an older trial of the same configuration knows."""
+        verdict, time, bound = ("verdict", "reason", "judged_on"), ("time_ms", "baseline_ms", "timed_on"), ("bound_ms",)
+        missing = [group for group in (verdict, time, bound) if getattr(self, group[0]) in ("", None)]
+        # One case that was right says less than the whole judge did.
+        if self.verdict == FIRST_CASE_RIGHT and older.verdict == "accepted":
+            missing.append(verdict)
+        return self.model_copy(update={name: getattr(older, name) for group in missing for name in group})
+
 
 class History:
-    """Trials of all time, one JSON object a line in a file that is only ever appended to.
+    """Trials of one step, one JSON object a line in a file that is only ever appended to.
 
     A line that cannot be read is named in :attr:`problem` and stays in the file. Several notebooks may write to one
     file: every line is appended in one write.
 
     Args:
         path: the file; it and its folder are created with the first trial.
+        step: its trials; those of other steps stay in the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], step: str) -> None:
         self.path = Path(path)
-        self._trials: list[Trial] = []
-        self._lock = threading.Lock()
         #: One sentence about what could not be read or written; empty if all is well.
         self.problem = ""
-        self._load()
-
-    def _load(self) -> None:
+        lines, trials, bad = [], [], []
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
-            return
+            pass
         except OSError as error:
             self.problem = f"the history {self.path} cannot be read: {error.strerror}"
-            return
-        bad = []
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    self._trials.append(Trial.model_validate_json(line, strict=True))
+                    trials.append(Trial.model_validate_json(line, strict=True))
                 except ValidationError:
                     bad.append(number)
+        self._trials = [trial for trial in trials if trial.step == step]
         if bad:
             some = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
             self.problem = (
-                f"{len(bad)} of {len([line for line in lines if line.strip()])} lines of {self.path} cannot be read "
-                f"(line {some}); they stay in the file and are left out here"
+                f"{len(bad)} of {len(bad) + len(trials)} lines of {self.path} cannot be read (line {some}); they stay "
+                "in the file and are left out here"
             )
 
     def add(self, trial: Trial) -> None:
         """Remember a trial, here and on disk; :attr:`problem` says so if the file cannot be written."""
+        self._trials.append(trial)
         line = trial.model_dump_json().encode() + b"\n"
-        with self._lock:
-            self._trials.append(trial)
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                try:
-                    size = os.fstat(handle).st_size
-                    # After a write that broke off, the next line must not continue the broken one.
-                    whole = size == 0 or os.pread(handle, 1, size - 1) == b"\n"
-                    os.write(handle, line if whole else b"\n" + line)
-                finally:
-                    os.close(handle)
-            except OSError as error:
-                self.problem = (
-                    f"the history {self.path} cannot be written ({error.strerror}): what is tried now is only kept "
-                    "until the kernel stops"
-                )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                # After a write that broke off, the next line must not continue the broken one.
+                if file.tell() and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
+                    line = b"\n" + line
+                file.write(line)
+        except OSError as error:
+            self.problem = (
+                f"the history {self.path} cannot be written ({error.strerror}): what is tried now is only kept until "
+                "the kernel stops"
+            )
 
-    def trials(self, step: str | None = None) -> list[Trial]:
-        """Configurations in the order they were first tried, each with its latest verdict and its latest time.
-
-        Args:
-            step: only of this step; None for all.
-        """
-        with self._lock:
-            everything = list(self._trials)
+    def trials(self) -> list[Trial]:
+        """Configurations in the order they were first tried, each with its latest verdict and its latest time."""
         merged: dict[tuple[str, ...], Trial] = {}
-        for trial in everything:
-            if step is None or trial.step == step:
-                key = (trial.source_hash, trial.device, trial.case, trial.routing)
-                merged[key] = _merged(merged[key], trial) if key in merged else trial
+        for trial in list(self._trials):
+            key = (trial.source_hash, trial.device, trial.case, trial.routing)
+            merged[key] = trial.completed(merged[key]) if key in merged else trial
         return list(merged.values())
 
-    def best(self, step: str, timed_on: str | None = None) -> Trial | None:
-        """The accepted configuration to go back to: the fastest against the baseline, else the lowest bound.
-
-        Args:
-            step: name of the step.
-            timed_on: compare times of these sizes and this machine; None for those of the last one timed.
-        """
-        legal = [trial for trial in self.trials(step) if trial.legal]
+    def best(self) -> Trial | None:
+        """The accepted configuration to go back to: the fastest where the last one was timed, else the least bound."""
+        legal = [trial for trial in self.trials() if trial.verdict == "accepted"]
         timed = [trial for trial in legal if trial.speed]
         if timed:
-            where = timed_on or timed[-1].timed_on
-            timed = [trial for trial in timed if trial.timed_on == where]
-        if timed:
-            return max(timed, key=lambda trial: trial.speed or 0.0)
+            return max((t for t in timed if t.timed_on == timed[-1].timed_on), key=lambda trial: trial.speed or 0.0)
         bounded = [trial for trial in legal if trial.bound_ms is not None]
         return min(bounded, key=lambda trial: trial.bound_ms or 0.0, default=legal[-1] if legal else None)
 
-    def table(self, step: str | None = None) -> pd.DataFrame:
-        """A row for each configuration, newest last: literals that vary, verdict, times, where.
-
-        Args:
-            step: only of this step; None for all.
-        """
-        import pandas as pd
-
-        trials = self.trials(step)
-        names = list(dict.fromkeys(name for trial in trials for name in trial.values))
-        rows = [
-            {
-                "when": trial.when, "step": trial.step, "case": trial.case, "routing": trial.routing,
-                "device": trial.device, **{name: trial.values.get(name) for name in names}, "verdict": trial.verdict,
-                "bound_ms": trial.bound_ms, "time_ms": trial.time_ms, "baseline_ms": trial.baseline_ms,
-                "speed": trial.speed, "timed_on": trial.timed_on, "judged_on": trial.judged_on,
-                "reason": trial.reason, "source_hash": trial.source_hash,
-            }
-            for trial in trials
-        ]  # fmt: skip
-        columns = [
-            "when", "step", "case", "routing", "device", *names, "verdict", "bound_ms", "time_ms", "baseline_ms",
-            "speed", "timed_on", "judged_on", "reason", "source_hash",
-        ]  # fmt: skip
-        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(names, object))
-
-    def save_csv(self, path: str | os.PathLike[str], step: str | None = None) -> Path:
-        """Write :meth:`table` as CSV; an existing file is replaced in one step or not at all.
+    def save_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write a row for each configuration, its literals and its speed among the columns; the file is replaced.
 
         Raises:
             SubmissionError: if the folder does not exist or cannot be written to.
         """
-        return write_atomic(path, self.table(step).to_csv(index=False).encode())
+        import pandas as pd
+
+        rows = [
+            {**trial.model_dump(exclude={"values"}), "speed": trial.speed, **trial.values} for trial in self.trials()
+        ]
+        return write_atomic(path, pd.DataFrame(rows, dtype=object).to_csv(index=False).encode())
 
 
-def _merged(old: Trial, new: Trial) -> Trial:
-    """The newer trial, with what only the older one knows."""
-    known = dict(new)
-    groups = (("verdict", "reason", "judged_on"), ("time_ms", "baseline_ms", "timed_on"), ("bound_ms",))
-    for group in groups:
-        if getattr(new, group[0]) in ("", None):
-            known |= {name: getattr(old, name) for name in group}
-    # One case that was right says less than the whole judge did.
-    if new.verdict == FIRST_CASE_RIGHT and old.legal:
-        known |= {name: getattr(old, name) for name in groups[0]}
-    return Trial(**known)
-
-
-# --- long work -------------------------------------------------------------------------------------------------------
+# --- work in the background ------------------------------------------------------------------------------------------
 
 
 class Stopped(BaseException):
@@ -241,48 +192,59 @@ class Stopped(BaseException):
 
 
 class Background:
-    """One piece of long work at a time, in a thread of its own, that can be paused and stopped.
+    """One piece of work at a time, in a thread of its own, that can be paused and stopped.
 
-    The work is a function that calls :meth:`checkpoint` now and then: this is where it waits while paused, and where
-    :class:`Stopped` is raised. At the end of the interpreter the work is stopped.
+    Long work calls :meth:`checkpoint` now and then: this is where it waits while paused, and where :class:`Stopped` is
+    raised. At the end of the interpreter the work is stopped.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._stop = threading.Event()
-        self._go = threading.Event()
+        self._next: Callable[[], None] | None = None
+        self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
         atexit.register(self.close)
 
     @property
     def busy(self) -> bool:
         """Whether something runs."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     @property
     def paused(self) -> bool:
-        """Whether the work waits for :meth:`resume`."""
+        """Whether the work waits for another :meth:`pause`."""
         return not self._go.is_set()
 
-    def start(self, work: Callable[[], None]) -> bool:
+    def start(self, work: Callable[[], None], *, after: bool = False) -> bool:
         """Start some work unless other work still runs.
 
+        Args:
+            work: what to do.
+            after: start it at the end of other work, in the place of whatever waits for that already: of many requests
+                only the latest is served, so nothing piles up.
+
         Returns:
-            Whether it was started.
+            Whether it was started, or will be.
         """
-        with self._starting:
+        with self._lock:
             if self.busy:
-                return False
+                self._next = work if after else self._next
+                return after
             self._stop.clear()
             self._go.set()
             self._thread = threading.Thread(target=self._run, args=(work,), name="moe_lab explorer", daemon=True)
             self._thread.start()
             return True
 
-    def _run(self, work: Callable[[], None]) -> None:
-        with contextlib.suppress(Stopped):
-            work()
+    def _run(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
+            with contextlib.suppress(Stopped):
+                work()
+            with self._lock:
+                work, self._next = self._next, None
+                self._thread = self._thread if work else None
 
     def checkpoint(self, *, pausable: bool = True) -> None:
         """Called by the work: wait while paused, end if stopped.
@@ -299,30 +261,23 @@ class Background:
             raise Stopped
 
     def pause(self) -> None:
-        """Wait at the next checkpoint."""
-        self._go.clear()
-
-    def resume(self) -> None:
-        """Go on."""
-        self._go.set()
+        """Wait at the next checkpoint; again: go on."""
+        (self._go.clear if self._go.is_set() else self._go.set)()
 
     def stop(self) -> None:
         """End at the next checkpoint."""
         self._stop.set()
         self._go.set()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end.
-
-        Returns:
-            Whether it has ended.
-        """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+    def wait(self, timeout_s: float = 30.0) -> bool:
+        """Wait until nothing runs and nothing waits; whether that is so."""
+        if (thread := self._thread) is not None:
+            thread.join(timeout_s)
         return not self.busy
 
     def close(self) -> None:
         """Stop, and give the work a moment to end what it started."""
+        self._next = None
         self.stop()
         self.wait(10)
 
@@ -372,13 +327,13 @@ class Session:
         self.step = entry.name if entry else self.base.name
         self.profile: Profile = entry.profile if entry else "contest"
         self.choices = choices(self.base)
-        self.history = History(history)
+        self.history = History(history, self.step)
         self.target = Path(target)
         self.work = Background()
         self._reports: dict[str, Report] = {}
 
     def read(self, submission: Submission, setting: Setting) -> Readout:
-        """What can be said without compiling.
+        """What can be said without compiling; may wait for TileLang to read the text, see :meth:`is_read`.
 
         Raises:
             MoeLabError: if nothing can be said; the message says why.
@@ -387,31 +342,54 @@ class Session:
 
         return read_out(submission, setting.case, setting.routing, device_of(setting))
 
+    def is_read(self, submission: Submission, setting: Setting) -> bool:
+        """Whether :meth:`read` answers at once."""
+        from moe_lab.model import tir
+
+        with contextlib.suppress(MoeLabError):
+            return tir.peek(submission, *_sizes(setting)) is not None
+        return True
+
+    def read_ahead(self, submission: Submission, setting: Setting) -> None:
+        """While nobody waits, read what one move of a control leads to: the nearest values of each literal first."""
+        from moe_lab.model import tir
+
+        near = []
+        for choice in self.choices:
+            place = choice.values.index(submission.values[choice.name])
+            others = [(abs(number - place), choice.name, value) for number, value in enumerate(choice.values)]
+            near += [each for each in others if each[0]]
+        tir.ahead(
+            [
+                (submission.with_literals(**{name: value}), *_sizes(setting))
+                for _, name, value in sorted(near, key=lambda each: each[0], reverse=True)
+            ]
+        )
+
     def check(self, submission: Submission, setting: Setting, say: Say, *, quick: bool = False) -> Report:
         """Have the judge compile and run a configuration on this machine, and remember the verdict.
 
-        Args:
-            submission: what to judge.
-            setting: what to file it under.
-            say: told what is being done.
-            quick: the first structural case only, which does not make it accepted.
+        ``quick`` runs the case with the group sizes 0, 1, 127, 128 and 129 only, which does not make it accepted.
 
         Raises:
             Stopped: after ``work.stop()``.
         """
         from moe_lab.judge import judge
+        from moe_lab.judge.plan import Plan, structural_groups
 
         def progress(text: str) -> None:
             # The judge's time limits run on while it waits, so a pause comes after it.
             self.work.checkpoint(pausable=False)
             say(text)
 
-        report = judge(submission, profile=self.profile, progress=progress, plan=_one_case() if quick else None)
-        verdict = str(report.verdict)
-        if quick and report.accepted:
-            verdict = FIRST_CASE_RIGHT
-        elif not quick:
+        plan = None
+        if quick:
+            first = structural_groups(random.Random(secrets.randbits(32)))[0]
+            plan = Plan(groups=(first,), stop_at_first=True, variants=False, fit=False)
+        report = judge(submission, profile=self.profile, progress=progress, plan=plan)
+        if not quick:
             self._reports[submission.source_hash] = report
+        verdict = FIRST_CASE_RIGHT if quick and report.accepted else str(report.verdict)
         self.remember(submission, setting, verdict=verdict, reason=report.sentence, judged_on=report.device)
         return report
 
@@ -420,7 +398,7 @@ class Session:
 
         Raises:
             Stopped: after ``work.stop()``.
-            ExplorerError: if it does not run here or is wrong.
+            ChildError: if it does not run here or is wrong.
         """
         from moe_lab.lesson.stopwatch import time_against_baseline
 
@@ -432,14 +410,9 @@ class Session:
         return times
 
     def sweep(
-        self,
-        values: Sequence[Mapping[str, LiteralValue]],
-        setting: Setting,
-        say: Callable[[int, str], None],
+        self, values: Sequence[Mapping[str, LiteralValue]], setting: Setting, say: Callable[[int, str], None],
         tried: Callable[[], None],
-        *,
-        timed: bool = False,
-    ) -> Counter[str]:
+    ) -> Counter[str]:  # fmt: skip
         """Try many configurations: those that do not fit are noted, the others run one case of the judge.
 
         Args:
@@ -447,7 +420,6 @@ class Session:
             setting: what they are for.
             say: told how many are done and what is being done.
             tried: called after each.
-            timed: whether those that are right are timed, too.
 
         Returns:
             How many came to each verdict.
@@ -459,35 +431,22 @@ class Session:
         for done, changed in enumerate(values):
             self.work.checkpoint()
             submission = self.base.with_literals(**changed)
-            name = self._changes(submission.values) or "the step itself"
+            name = self.changes(submission.values) or "the step itself"
             say(done, name)
-            reason = self._why_not(submission, setting)
-            if reason:
-                self.remember(submission, setting, verdict=DOES_NOT_FIT, reason=reason)
-                verdicts[DOES_NOT_FIT] += 1
-                tried()
-                continue
-
-            def tell(text: str, done: int = done, name: str = name) -> None:
-                say(done, f"{name}: {text}")
-
-            report = self.check(submission, setting, tell, quick=True)
-            if timed and report.accepted:
-                try:
-                    self.time(submission, setting, tell)
-                except ExplorerError as error:
-                    verdicts[f"not timed ({error})"] += 1
-            verdicts[FIRST_CASE_RIGHT if report.accepted else str(report.verdict)] += 1
+            fits, reason = None, ""
+            with contextlib.suppress(MoeLabError):  # what cannot be read can still be run
+                readout = self.read(submission, setting)
+                fits, reason = readout.fits, readout.sentence
+            if fits is False:
+                verdict = DOES_NOT_FIT
+                self.remember(submission, setting, verdict=verdict, reason=reason)
+            else:
+                tell = functools.partial(lambda done, name, text: say(done, f"{name}: {text}"), done, name)
+                report = self.check(submission, setting, tell, quick=True)
+                verdict = FIRST_CASE_RIGHT if report.accepted else str(report.verdict)
+            verdicts[verdict] += 1
             tried()
         return verdicts
-
-    def _why_not(self, submission: Submission, setting: Setting) -> str:
-        """Why a configuration does not fit; empty if it does, or if only running it can tell."""
-        try:
-            readout = self.read(submission, setting)
-        except MoeLabError:
-            return ""
-        return readout.sentence if readout.fits is False else ""
 
     def would_replace(self, submission: Submission) -> bool:
         """Whether :attr:`target` holds another text, which :meth:`export` would replace."""
@@ -497,11 +456,6 @@ class Session:
         """Write a configuration to :attr:`target` through the exporter, then judge the file.
 
         A text that was judged in this session already is not judged again: it is the same bytes.
-
-        Args:
-            submission: what to write.
-            setting: what to file the verdict under.
-            say: told what is being done.
 
         Raises:
             ExportError: for a violated rule or a folder that cannot be written to; an existing file stays.
@@ -514,61 +468,42 @@ class Session:
 
     def remember(self, submission: Submission, setting: Setting, **found: Any) -> None:
         """Add to the history what came of a configuration."""
-        try:
+        bound_ms = None
+        with contextlib.suppress(MoeLabError):
             bound_ms = self.read(submission, setting).bound_ms
-        except MoeLabError:
-            bound_ms = None
         self.history.add(
             Trial(
-                step=self.step,
-                values=submission.values,
-                source_hash=submission.source_hash,
-                device=setting.device,
-                case=f"case {setting.case}",
-                routing=setting.routing,
-                bound_ms=bound_ms,
-                **found,
+                step=self.step, values=submission.values, source_hash=submission.source_hash, device=setting.device,
+                case=f"case {setting.case}", routing=setting.routing, bound_ms=bound_ms, **found,
             )
-        )
+        )  # fmt: skip
 
-    def changes(self, trial: Trial) -> str:
-        """What a trial changed in the step; empty for the step itself."""
-        return self._changes(trial.values)
-
-    def _changes(self, values: Mapping[str, LiteralValue]) -> str:
+    def changes(self, values: Mapping[str, LiteralValue]) -> str:
+        """What these values change in the step; empty for the step itself."""
         own = self.base.values
         return ", ".join(f"{name} {value}" for name, value in values.items() if own.get(name) != value)
 
     def summary(self) -> pd.DataFrame:
-        """The history of this step for the panel, newest first; :meth:`History.table` has every column."""
+        """The history of this step for the panel, newest first; :meth:`History.save_csv` has every column."""
         import pandas as pd
 
-        table = pd.DataFrame(
-            [
-                {
-                    "no.": number,
-                    "changed": self.changes(trial) or "nothing",
-                    "for": f"{trial.device}, {trial.case}, {trial.routing}",
-                    "verdict": trial.verdict.replace("_", " "),
-                    "least ms": "" if trial.bound_ms is None else f"{trial.bound_ms:.3f}",
-                    "measured ms": "" if trial.time_ms is None else f"{trial.time_ms:.3f}",
-                    "times as fast as the baseline": "" if trial.speed is None else f"{trial.speed:.2f}",
-                    "measured on": trial.timed_on,
-                    "reason": trial.reason,
-                }
-                for number, trial in reversed(list(enumerate(self.history.trials(self.step), start=1)))
-            ]
-        )
+        rows = [
+            {
+                "no.": number,
+                "changed": self.changes(trial.values) or "nothing",
+                "for": f"{trial.device}, {trial.case}, {trial.routing}",
+                "verdict": trial.verdict.replace("_", " "),
+                "least ms": "" if trial.bound_ms is None else f"{trial.bound_ms:.3f}",
+                "measured ms": "" if trial.time_ms is None else f"{trial.time_ms:.3f}",
+                "times as fast as the baseline": "" if trial.speed is None else f"{trial.speed:.2f}",
+                "measured on": trial.timed_on,
+                "reason": trial.reason,
+            }
+            for number, trial in enumerate(self.history.trials(), start=1)
+        ]
+        table = pd.DataFrame(rows[::-1])
         measured = ["measured ms", "times as fast as the baseline", "measured on"]
-        return table if table.empty or (table["measured ms"] != "").any() else table.drop(columns=measured)
-
-    def save_csv(self) -> Path:
-        """Write the whole history of this step to ``tile_explorer.csv`` in the present folder, the notebook's.
-
-        Raises:
-            SubmissionError: if the folder cannot be written to.
-        """
-        return self.history.save_csv("tile_explorer.csv", self.step)
+        return table if any(row["measured ms"] for row in rows) else table.drop(columns=measured, errors="ignore")
 
 
 def device_of(setting: Setting) -> Device | None:
@@ -584,22 +519,15 @@ def device_of(setting: Setting) -> Device | None:
     return devices.device(setting.device)
 
 
-def _one_case() -> Plan:
-    """The structural case with the group sizes 0, 1, 127, 128 and 129, and nothing else."""
-    from moe_lab.judge.plan import Plan, structural_groups
-
-    first = structural_groups(random.Random(secrets.randbits(32)))[0]
-    return Plan(groups=(first,), stop_at_first=True, variants=False, fit=False)
+def _sizes(setting: Setting) -> tuple[Case, GroupedLayout]:
+    return CASES[setting.case], GroupedLayout(routing(setting.case, setting.routing).sizes)
 
 
-#: How a verdict is drawn: marker, filled or not, colour (Okabe and Ito's), name in the legend.
-_LOOKS: dict[str, tuple[str, bool, str, str]] = {
-    "accepted": ("o", True, "#0072B2", "accepted"),
-    FIRST_CASE_RIGHT: ("o", False, "#0072B2", FIRST_CASE_RIGHT),
-    DOES_NOT_FIT: ("x", True, "#D55E00", DOES_NOT_FIT),
-    "": (".", True, "#777777", "not judged"),
-}
-_REFUSED = ("^", True, "#D55E00", "refused by the judge")
+#: How a verdict is drawn: marker, fill, edge. Any other is one of the judge's refusals.
+_LOOKS = {
+    DOES_NOT_FIT: ("x", RED, RED), "accepted": ("o", BLUE, BLUE), FIRST_CASE_RIGHT: ("o", "none", BLUE),
+    "not judged": (".", INK, INK), "refused by the judge": ("^", RED, RED),
+}  # fmt: skip
 
 
 def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
@@ -609,41 +537,30 @@ def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
         trials: as :meth:`History.trials` returns them; those for another setting are left out.
         setting: device, case and routing.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    mine = [
-        (number, trial) for number, trial in enumerate(trials, start=1)
-        if (trial.device, trial.case, trial.routing) == (setting.device, f"case {setting.case}", setting.routing)
-    ]  # fmt: skip
+    wanted = (setting.device, f"case {setting.case}", setting.routing)
+    mine = [(n, each) for n, each in enumerate(trials, 1) if (each.device, each.case, each.routing) == wanted]
     where = next((trial.timed_on for _, trial in reversed(mine) if trial.speed), "")
-    parts = [("predicted: least ms", [(number, trial, trial.bound_ms) for number, trial in mine])]
+    parts = {"predicted: least ms": [(n, trial.verdict, trial.bound_ms) for n, trial in mine]}
     if where:
-        timed = [(number, trial, trial.speed) for number, trial in mine if trial.timed_on == where]
-        parts.append((f"measured: times as fast as the baseline\n{where}", timed))
-    figure = Figure(figsize=(6.6, 2.6))
-    for column, (title, found) in enumerate(parts):
-        axes = figure.add_axes((0.09 + column * 0.49, 0.19, 0.40 if where else 0.88, 0.64))
-        dots: dict[tuple[str, bool, str, str], list[tuple[int, float]]] = {}
-        for number, trial, height in found:
-            if height is not None:
-                dots.setdefault(_LOOKS.get(trial.verdict, _REFUSED), []).append((number, height))
-        for (marker, filled, colour, name), places in dots.items():
-            axes.plot(
-                *zip(*places, strict=True), marker=marker, color=colour, markerfacecolor=colour if filled else "none",
-                linestyle="none", label=name,
-            )  # fmt: skip
-        axes.set_title(title, fontsize=9, loc="left")
+        timed = [(n, trial.verdict, trial.speed) for n, trial in mine if trial.timed_on == where]
+        parts[f"measured: times as fast as the baseline\n{where}"] = timed
+    figure, panels = canvas(6.6, 2.8, len(parts))
+    for axes, (title, found) in zip(panels, parts.items(), strict=True):
+        dots: dict[str, list[tuple[int, float]]] = {look: [] for look in _LOOKS}
+        for number, verdict, height in found:
+            look = verdict or "not judged"
+            dots[look if look in dots else "refused by the judge"] += [] if height is None else [(number, height)]
+        for look, places in dots.items():
+            if places:
+                marker, fill, edge = _LOOKS[look]
+                axes.plot(*zip(*places, strict=True), marker, mfc=fill, mec=edge, label=look)
+        axes.set_title(title if axes.lines else f"{title}: nothing yet", fontsize=9, loc="left")
         axes.set_xlabel("configuration, in the order tried", fontsize=8)
         axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        if dots:
-            axes.set_ylim(0, 1.25 * axes.dataLim.y1)
-            axes.set_xlim(0.5, len(trials) + 0.5)
-            axes.legend(fontsize=7)
-        else:
-            axes.set_yticks([])
-            axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, transform=axes.transAxes)
-        if column:
-            axes.axhline(1.0, color="#777777", linewidth=0.8)
+        axes.set(xlim=(0.5, max(1, len(trials)) + 0.5), ylim=(0, 1.1 * max([y for *_, y in found if y], default=1)))
+        axes.locator_params(axis="x", integer=True)
+    if any(axes.lines for axes in panels):
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    if where:
+        panels[1].axhline(1.0, color=INK, linewidth=0.8)
     return figure

@@ -28,9 +28,11 @@ from moe_lab.lesson.explorer import (
 from moe_lab.lesson.stopwatch import Times
 from moe_lab.machine import backend
 from moe_lab.model.choices import choices, grid, offered
-from moe_lab.problem.errors import ExplorerError, ExportError, SubmissionError
+from moe_lab.problem.errors import ExportError, SubmissionError
 from moe_lab.problem.submission import Submission
 from moe_lab.steps import STEPS, step
+
+STEP = "s0_baseline"
 
 
 def trial(value=64, verdict="accepted", **more):
@@ -120,10 +122,10 @@ def test_a_grid_holds_every_combination_once():
 
 def test_a_history_survives_its_process(tmp_path):
     path = tmp_path / "new" / "history.jsonl"
-    first = History(path)
+    first = History(path, STEP)
     first.add(trial(64, values={"BLOCK_K": 64, "TILE": (128, 64), "FLAG": True, "NOTHING": None}))
     first.add(trial(32, "wrong_answer"))
-    again = History(path)
+    again = History(path, STEP)
     assert again.problem == ""
     assert again.trials() == first.trials()
     assert again.trials()[0].values == {"BLOCK_K": 64, "TILE": (128, 64), "FLAG": True, "NOTHING": None}
@@ -132,17 +134,17 @@ def test_a_history_survives_its_process(tmp_path):
 
 def test_a_corrupt_line_is_named_and_stays(tmp_path):
     path = tmp_path / "history.jsonl"
-    history = History(path)
+    history = History(path, STEP)
     history.add(trial(64))
     with path.open("ab") as file:
         file.write(b'{"step": 3}\n\xff\xfe\n{"step": "s0_base')
-    history = History(path)
+    history = History(path, STEP)
     assert [item.values["BLOCK_K"] for item in history.trials()] == [64]
     assert "3 of 4 lines" in history.problem
     assert "line 2, 3, 4" in history.problem
     # The broken write had no line end: the next trial must not be swallowed by it.
     history.add(trial(32))
-    assert [item.values["BLOCK_K"] for item in History(path).trials()] == [64, 32]
+    assert [item.values["BLOCK_K"] for item in History(path, STEP).trials()] == [64, 32]
     assert b"\xff\xfe" in path.read_bytes()
 
 
@@ -151,10 +153,10 @@ def test_a_corrupt_line_is_named_and_stays(tmp_path):
 )
 def test_a_line_of_another_kind_is_refused(tmp_path, change):
     path = tmp_path / "history.jsonl"
-    History(path).add(trial())
+    History(path, STEP).add(trial())
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, **change}) + "\n")
-    history = History(path)
+    history = History(path, STEP)
     assert history.trials() == []
     assert "1 of 1 lines" in history.problem
 
@@ -162,7 +164,7 @@ def test_a_line_of_another_kind_is_refused(tmp_path, change):
 def test_a_history_that_cannot_be_written_keeps_the_trial_and_says_so(tmp_path):
     path = tmp_path / "taken"
     path.mkdir()
-    history = History(path)
+    history = History(path, STEP)
     assert "cannot be read" in history.problem
     history.add(trial())
     assert "taken cannot be written" in history.problem
@@ -171,7 +173,7 @@ def test_a_history_that_cannot_be_written_keeps_the_trial_and_says_so(tmp_path):
 
 
 def test_a_configuration_keeps_its_verdict_when_it_is_timed_and_the_other_way_round(tmp_path):
-    history = History(tmp_path / "history.jsonl")
+    history = History(tmp_path / "history.jsonl", STEP)
     history.add(trial(64, "accepted", reason="right", judged_on="cpu"))
     history.add(trial(64, "", time_ms=2.0, baseline_ms=4.0, timed_on="small, cpu", bound_ms=None))
     (merged,) = history.trials()
@@ -185,7 +187,7 @@ def test_a_configuration_keeps_its_verdict_when_it_is_timed_and_the_other_way_ro
 
 
 def test_one_right_case_does_not_replace_the_judges_yes(tmp_path):
-    history = History(tmp_path / "history.jsonl")
+    history = History(tmp_path / "history.jsonl", STEP)
     history.add(trial(64, "accepted"))
     history.add(trial(64, FIRST_CASE_RIGHT))
     assert history.trials()[0].verdict == "accepted"
@@ -195,31 +197,30 @@ def test_one_right_case_does_not_replace_the_judges_yes(tmp_path):
 
 
 def test_the_best_is_the_fastest_accepted_one_of_the_same_machine_and_sizes(tmp_path):
-    history = History(tmp_path / "history.jsonl")
-    assert history.best("s0_baseline") is None
+    history = History(tmp_path / "history.jsonl", STEP)
+    assert history.best() is None
     history.add(trial(16, "wrong_answer", time_ms=1.0, baseline_ms=9.0, timed_on="here"))
-    assert history.best("s0_baseline") is None
+    assert history.best() is None
     history.add(trial(32, bound_ms=3.0))
     history.add(trial(64, bound_ms=2.0))
-    assert history.best("s0_baseline").values["BLOCK_K"] == 64
+    assert history.best().values["BLOCK_K"] == 64
     history.add(trial(128, time_ms=1.0, baseline_ms=8.0, timed_on="elsewhere"))
     history.add(trial(256, time_ms=3.0, baseline_ms=4.5, timed_on="here"))
     history.add(trial(512, time_ms=2.0, baseline_ms=2.0, timed_on="here"))
-    assert history.best("s0_baseline").values["BLOCK_K"] == 256
-    assert history.best("s0_baseline", "elsewhere").values["BLOCK_K"] == 128
-    assert history.best("another step") is None
+    assert history.best().values["BLOCK_K"] == 256
+    assert History(history.path, "another step").best() is None
 
 
 def test_the_csv_holds_every_configuration(tmp_path):
-    history = History(tmp_path / "history.jsonl")
+    history = History(tmp_path / "history.jsonl", STEP)
     history.add(trial(64, reason='a "quoted", reason'))
     history.add(trial(32, time_ms=2.0, baseline_ms=5.0))
     history.add(trial(16, step="other"))
-    table = pd.read_csv(history.save_csv(tmp_path / "table.csv", "s0_baseline"))
+    history = History(history.path, STEP)
+    table = pd.read_csv(history.save_csv(tmp_path / "table.csv"))
     assert table["BLOCK_K"].tolist() == [64, 32]
     assert table["speed"].tolist()[1] == 2.5
     assert table["reason"][0] == 'a "quoted", reason'
-    assert History(tmp_path / "none.jsonl").table().empty
 
 
 # --- long work
@@ -260,12 +261,35 @@ def test_work_waits_while_paused_and_ends_when_stopped():
     while reached.acquire(timeout=0.2):
         pass
     count = len(steps)
-    work.resume()
+    work.pause()
     assert reached.acquire(timeout=10)
     assert len(steps) > count
     work.pause()
     work.stop()
     assert work.wait(10)
+
+
+def test_requests_that_wait_for_others_are_served_once():
+    entered, leave, served = threading.Semaphore(0), threading.Semaphore(0), []
+    state = {"value": 0}
+
+    def draw():
+        served.append(state["value"])
+        entered.release()
+        leave.acquire()
+
+    work = Background()
+    assert work.start(draw, after=True)
+    assert entered.acquire(timeout=10)
+    for value in range(1, 200):
+        state["value"] = value
+        assert work.start(draw, after=True)
+    leave.release(5)
+    assert work.wait(10)
+    assert served == [0, 199]
+    assert work.start(draw, after=True)
+    assert work.wait(10)
+    assert served == [0, 199, 199]
 
 
 def test_stop_passes_handlers_of_errors():
@@ -342,7 +366,7 @@ def test_a_check_is_remembered_with_its_verdict(tmp_path, judged):
     report = found.check(found.base, SETTING, said.append)
     assert report.accepted
     assert said == ["checking"]
-    (known,) = History(tmp_path / "history.jsonl").trials()
+    (known,) = History(tmp_path / "history.jsonl", STEP).trials()
     assert (known.step, known.verdict, known.judged_on) == ("s0_baseline", "accepted", "a device")
     assert known.source_hash == found.base.source_hash
     assert known.bound_ms == found.read(found.base, SETTING).bound_ms
@@ -352,7 +376,7 @@ def test_one_case_alone_does_not_accept_anything(tmp_path, judged):
     found = session(tmp_path)
     found.check(found.base, SETTING, lambda text: None, quick=True)
     assert found.history.trials()[0].verdict == FIRST_CASE_RIGHT
-    assert found.history.best("s0_baseline") is None
+    assert found.history.best() is None
 
 
 def test_a_sweep_judges_only_what_fits_and_keeps_everything(tmp_path, judged):
@@ -365,44 +389,32 @@ def test_a_sweep_judges_only_what_fits_and_keeps_everything(tmp_path, judged):
     assert len(judged) == 3
     assert len(tried) == 6
     assert said[-1] == 5
-    known = History(tmp_path / "history.jsonl").trials()
+    known = History(tmp_path / "history.jsonl", STEP).trials()
     assert [trial.values["STAGE1_BLOCK_K"] for trial in known] == [32, 32, 64, 64, 128, 128]
     assert all("65536" in trial.reason for trial in known if trial.verdict == DOES_NOT_FIT)
 
 
-def test_times_are_remembered_and_a_sweep_times_only_what_is_right(tmp_path, judged, monkeypatch):
-    timed = []
-
+def test_times_are_remembered(tmp_path, monkeypatch):
     def time_it(submission, case, routing, *, say, checkpoint):
         checkpoint()
-        timed.append((submission.values["STAGE1_BLOCK_K"], case, routing))
+        assert (case, routing) == (1, "balanced")
         return Times(2.0, 3.0, "a case, a device")
 
     monkeypatch.setattr("moe_lab.lesson.stopwatch.time_against_baseline", time_it)
     found = session(tmp_path)
     assert found.time(found.base, SETTING, lambda text: None).time_ms == 2.0
-    assert found.history.trials()[0].speed == 1.5
-    assert found.history.trials()[0].timed_on == "a case, a device"
-    values = list(grid({"STAGE1_BLOCK_K": (32, 64, 512)}))
-    found.sweep(values, SETTING, lambda done, text: None, lambda: None, timed=True)
-    assert timed == [(128, 1, "balanced"), (64, 1, "balanced")]
-    assert [(trial.verdict, trial.speed) for trial in found.history.trials()[1:]] == [
-        ("wrong_answer", None), (FIRST_CASE_RIGHT, 1.5), (DOES_NOT_FIT, None),
-    ]  # fmt: skip
+    (trial,) = found.history.trials()
+    assert (trial.speed, trial.timed_on) == (1.5, "a case, a device")
 
 
-def test_a_sweep_goes_on_where_nothing_can_be_read_or_timed(tmp_path, judged, monkeypatch):
-    def time_it(*args, **kwargs):
-        raise ExplorerError("no luck")
-
-    monkeypatch.setattr("moe_lab.lesson.stopwatch.time_against_baseline", time_it)
+def test_a_sweep_goes_on_where_nothing_can_be_read(tmp_path, judged):
     mine = Submission("STAGE1_BLOCK_K = 64\n", "mine.py")
     found = Session(mine, tmp_path / "history.jsonl", tmp_path / "submission.py")
     with pytest.raises(SubmissionError):
         found.read(mine, SETTING)
     values = list(grid({"STAGE1_BLOCK_K": (32, 64)}))
-    verdicts = found.sweep(values, SETTING, lambda done, text: None, lambda: None, timed=True)
-    assert verdicts == {"wrong_answer": 1, FIRST_CASE_RIGHT: 1, "not timed (no luck)": 1}
+    verdicts = found.sweep(values, SETTING, lambda done, text: None, lambda: None)
+    assert verdicts == {"wrong_answer": 1, FIRST_CASE_RIGHT: 1}
 
 
 def test_a_stopped_sweep_keeps_what_it_tried(tmp_path, judged):
@@ -415,7 +427,7 @@ def test_a_stopped_sweep_keeps_what_it_tried(tmp_path, judged):
     values = list(grid({"STAGE1_BLOCK_K": (16, 32, 64, 128)}))
     found.work.start(lambda: found.sweep(values, SETTING, lambda done, text: None, tried))
     assert found.work.wait(30)
-    assert len(History(tmp_path / "history.jsonl").trials()) == 2
+    assert len(History(tmp_path / "history.jsonl", STEP).trials()) == 2
 
 
 def test_an_export_is_the_text_that_was_looked_at_and_is_judged_once(tmp_path, judged):
@@ -453,7 +465,7 @@ def test_the_summary_numbers_configurations_newest_first(tmp_path, judged, monke
     assert "measured ms" not in table
     found.remember(found.base, SETTING, time_ms=2.0, baseline_ms=3.0, timed_on="here")
     assert found.summary()["times as fast as the baseline"].tolist() == ["", "1.50"]
-    assert pd.read_csv(found.save_csv())["STAGE1_BLOCK_K"].tolist() == [128, 32]
+    assert pd.read_csv(found.history.save_csv("table.csv"))["STAGE1_BLOCK_K"].tolist() == [128, 32]
 
 
 def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
@@ -465,10 +477,11 @@ def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
     ]
     (axes,) = draw_trials(history, Setting("c500", 1, "balanced")).axes
     history.append(trial(48, "timeout", bound_ms=5.0))
-    (axes,) = draw_trials(history, Setting("c500", 1, "balanced")).axes
+    figure = draw_trials(history, Setting("c500", 1, "balanced"))
+    (axes,) = figure.axes
     places = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
     assert places == [[(1, 4.0)], [(2, 3.0)], [(3, 2.0), (5, 5.0)]]
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [DOES_NOT_FIT, "accepted", "refused by the judge"]
     assert len({line.get_marker() for line in axes.lines}) == 3
     history.append(trial(256, time_ms=2.0, baseline_ms=5.0, timed_on="case 1, a card"))
@@ -476,7 +489,7 @@ def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
     assert speeds.lines[0].get_ydata()[0] == 2.5
     assert "a card" in speeds.get_title(loc="left")
     (axes,) = draw_trials([], Setting("c500", 1, "balanced")).axes
-    assert axes.texts[0].get_text() == "nothing yet"
+    assert axes.get_title(loc="left") == "predicted: least ms: nothing yet"
 
 
 def test_this_machine_is_a_device_only_if_its_figures_are_known(monkeypatch):

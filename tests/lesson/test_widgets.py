@@ -14,7 +14,7 @@ from moe_lab.lesson.explorer import FIRST_CASE_RIGHT, HERE
 from moe_lab.lesson.notebooks import normalise
 from moe_lab.lesson.readout import best_roof, read_out
 from moe_lab.lesson.stopwatch import Times
-from moe_lab.lesson.widgets import LayoutExplorer, Redraw, RooflineExplorer, TileExplorer
+from moe_lab.lesson.widgets import LayoutExplorer, RooflineExplorer, TileExplorer
 from moe_lab.machine import backend
 from moe_lab.machine.devices import device, reported_as
 from moe_lab.model.roofline import work
@@ -61,16 +61,16 @@ def press(panel, key):
 
 def test_a_move_changes_readout_and_picture(make):
     panel = make("s0", case=1, device="c500", routing="balanced")
-    before = panel._readout.value, panel._rows.value
+    before = panel._verdict.value, panel._rows.value
     assert "Fits the MetaX C500" in before[0]
-    assert "64 of 64 KiB" in before[0]
+    assert "64 of 64 KiB" in panel._gauges.value
     panel._literals["STAGE1_BLOCK_N"].value = 64
-    assert panel.redraw.settle()
-    assert "32 of 64 KiB" in panel._readout.value
+    assert panel.redraw.wait()
+    assert "32 of 64 KiB" in panel._gauges.value
     assert "32 × 128 = 4096" in panel._rows.value
     picture = panel._roofline.value
     panel._case.value = 3
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     assert panel._roofline.value != picture
     assert panel._roofline.value[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -78,13 +78,13 @@ def test_a_move_changes_readout_and_picture(make):
 def test_what_does_not_fit_names_the_limit_and_another_device_may_take_it(make):
     panel = make("s0", device="c500")
     panel._literals["NUM_STAGES"].value = 2
-    assert panel.redraw.settle()
-    assert "stage 1 needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in panel._readout.value
-    assert "too much" in panel._readout.value
+    assert panel.redraw.wait()
+    assert "stage 1 needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in panel._verdict.value
+    assert "too much" in panel._gauges.value
     panel._device.value = "h200"
-    assert panel.redraw.settle()
-    assert "Fits the NVIDIA H200" in panel._readout.value
-    assert "too much" not in panel._readout.value
+    assert panel.redraw.wait()
+    assert "Fits the NVIDIA H200" in panel._verdict.value
+    assert "too much" not in panel._gauges.value
 
 
 def test_every_literal_of_every_step_has_a_control_or_is_shown_as_a_constant(make):
@@ -106,7 +106,7 @@ def test_every_routing_of_the_menu_exists_for_every_case(make):
 def test_this_machine_may_be_a_gpu(make):
     panel = make("h1", case=1, device=HERE, routing="multinomial-0")
     if reported_as(backend.detect().name) is not None:
-        assert "Fits the" in panel._readout.value
+        assert "Fits the" in panel._verdict.value
     panel.values = {"NUM_STAGES": 3}
     panel.session.check(panel.submission, panel.setting, lambda text: None, quick=True)
     press(panel, "time")
@@ -132,14 +132,14 @@ def test_what_does_not_exist_is_refused_by_name(make):
 def test_a_device_that_is_not_in_the_menu_joins_it(make):
     assert make(device="C500").setting.device == "c500"
     panel = make(device="NVIDIA A100 SXM 80 GB")
-    assert "Fits the NVIDIA A100" in panel._readout.value
+    assert "Fits the NVIDIA A100" in panel._verdict.value
     assert [value for _, value in panel._device.options] == ["a100", "c500", "h200", "here"]
 
 
 def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make, monkeypatch):
     panel = make(Submission("BLOCK = 32\n", "mine.py"))
-    assert "run_kernel" in panel._readout.value
-    assert "Traceback" not in panel._readout.value
+    assert "run_kernel" in panel._verdict.value
+    assert "Traceback" not in panel._verdict.value
     with pytest.raises(SubmissionError):
         panel.static_figure()
     shown = []
@@ -157,14 +157,14 @@ def test_a_mistake_of_ours_is_a_sentence_with_the_details_folded(make, monkeypat
 
     monkeypatch.setattr(panel.session, "read", broken)
     panel._literals["NUM_STAGES"].value = 3
-    assert panel.redraw.settle()
-    assert "mistake in moe_lab" in panel._readout.value
-    assert "<details>" in panel._readout.value
-    assert "&lt;broken&gt;" in panel._readout.value
+    assert panel.redraw.wait()
+    assert "mistake in moe_lab" in panel._verdict.value
+    assert "<details>" in panel._verdict.value
+    assert "&lt;broken&gt;" in panel._verdict.value
     monkeypatch.undo()
     panel._literals["NUM_STAGES"].value = 1
-    assert panel.redraw.settle()
-    assert "Fits" in panel._readout.value
+    assert panel.redraw.wait()
+    assert "Fits" in panel._verdict.value
     monkeypatch.setattr(panel.session, "summary", broken)
     panel._device.value = "h200"
     assert "mistake in moe_lab" in panel._message.value
@@ -244,7 +244,7 @@ def test_source_and_diff_are_what_is_exported(make, judged):
     press(panel, "diff")
     assert "No difference" in panel._text.value
     panel._literals["STAGE1_BLOCK_K"].value = 64
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     assert "-STAGE1_BLOCK_K = 128\n+STAGE1_BLOCK_K = 64" in panel._text.value
     press(panel, "source")
     assert "STAGE1_BLOCK_K = 64" in panel._text.value
@@ -350,29 +350,6 @@ def test_a_verdict_is_shown_even_if_the_history_cannot_keep_it(make, judged, tmp
     assert "accepted" in panel._table.value
 
 
-def test_requests_during_a_redraw_are_served_once():
-    entered, leave, served = threading.Semaphore(0), threading.Semaphore(0), []
-    state = {"value": 0}
-
-    def draw():
-        served.append(state["value"])
-        entered.release()
-        leave.acquire()
-
-    redraw = Redraw(draw)
-    redraw.request()
-    assert entered.acquire(timeout=10)
-    for value in range(1, 200):
-        state["value"] = value
-        redraw.request()
-    leave.release(5)
-    assert redraw.settle(10)
-    assert served == [0, 199]
-    redraw.request()
-    assert redraw.settle(10)
-    assert served == [0, 199, 199]
-
-
 def test_a_panel_leaves_a_figure_and_its_words(make, monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
@@ -405,12 +382,12 @@ def test_the_layout_explorer_shows_the_layout_of_its_controls():
     panel = LayoutExplorer((3, 0, 2), block=16)
     assert "5 valid rows in 32 padded rows, 2 blocks of 16" in panel._words.value
     panel._rule.value = "plus_one"
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     assert "5 valid rows in 48 padded rows, 3 blocks of 16" in panel._words.value
     picture = panel._picture.value
     panel._sizes.value = "128, 5"
     panel._block.value = 128
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     assert "133 valid rows in 384 padded rows, 3 blocks of 128" in panel._words.value
     assert panel._picture.value != picture
     assert panel.layout_shown.block_map == (0, 0, 1)
@@ -420,7 +397,7 @@ def test_sizes_that_are_none_are_a_sentence():
     panel = LayoutExplorer()
     for text, message in (("3 many", "got &#x27;3 many&#x27;"), ("", "no group sizes"), ("3 -1", "got size -1")):
         panel._sizes.value = text
-        assert panel.redraw.settle()
+        assert panel.redraw.wait()
         assert message in panel._words.value
     with pytest.raises(ContractError):
         LayoutExplorer((3, -1))
@@ -437,13 +414,13 @@ def test_the_roofline_explorer_gives_the_bounds_of_a_case():
     assert f"with padded rows computed: {memory:.3f} ms, memory binds" in panel._words.value
     assert f"each weight read once: {memory:.3f} ms" in panel._words.value
     panel._block.value = 128
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     arithmetic = whole.padded_flops / (roof.peak_tflops * 1e9)
     assert f"with padded rows computed: {arithmetic:.3f} ms, arithmetic binds" in panel._words.value
     twice = (2 * whole.weight_bytes + whole.activation_bytes) / (roof.bandwidth_tbps * 1e9)
     assert f"each weight read 2 times: {twice:.3f} ms" in panel._words.value
     panel._device.value = "c500"
-    assert panel.redraw.settle()
+    assert panel.redraw.wait()
     assert "MetaX C500, specification" in panel._words.value
     with pytest.raises(DataError):
         RooflineExplorer("abacus")
