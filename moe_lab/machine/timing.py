@@ -2,8 +2,8 @@
 
 Candidates take turns, forwards and then backwards, so that clocks and heat reach all of them alike. On a GPU a *cold*
 call finds its inputs in memory and not in the L2 cache: sets of inputs rotate, and a large buffer is read before every
-call, which also keeps the queue full while Python issues the next kernels. A *warm* call follows an untimed one on the
-same inputs. A CPU's caches are not controlled, and the record says so.
+call, which also keeps the queue full while Python issues the next kernels. A CPU's caches are not controlled, and the
+record says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_lab.problem.errors import ContractError, DataError
 from moe_lab.problem.submission import write_atomic
 from moe_lab.problem.tables import Finite, load, to_csv
 
-Cache = Literal["cold", "dirty", "warm", "uncontrolled"]
+Cache = Literal["cold", "dirty", "uncontrolled"]
 Kind = Literal["step", "submission", "peer", "roof"]
 
 #: States in which a call finds none of its inputs in the L2 cache. "dirty" is only recorded, no longer measured: the
@@ -85,7 +85,6 @@ def interleave(
     rounds: int = 25,
     warmup: int = 3,
     sets: int = 1,
-    cache: Literal["cold", "warm"] = "cold",
 ) -> dict[str, Timing]:
     """Time candidates in turns on this machine's device.
 
@@ -94,7 +93,6 @@ def interleave(
         rounds: timed calls of each candidate, at least 1.
         warmup: rounds before that, not timed.
         sets: input sets that rotate, at least 1; each should hold more than the cache.
-        cache: what a call finds on a GPU. On a CPU neither is controlled and the result says "uncontrolled".
 
     Returns:
         A timing for each candidate, in the order of ``calls``.
@@ -107,18 +105,17 @@ def interleave(
     from moe_lab.machine import backend
 
     where = backend.detect()
-    clock = _cpu_clock if where.kind == "cpu" else _gpu_clock(cache)
+    clock = _cpu_clock if where.kind == "cpu" else _gpu_clock()
     forwards = list(calls)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + rounds):
         names = forwards if turn % 2 == 0 else forwards[::-1]
-        index = turn % sets if cache == "cold" else 0
-        pending = [(name, clock(functools.partial(calls[name], index))) for name in names]
+        pending = [(name, clock(functools.partial(calls[name], turn % sets))) for name in names]
         for name, finish in pending:
             elapsed = finish()
             if turn >= warmup:
                 times[name].append(elapsed)
-    state: Cache = "uncontrolled" if where.kind == "cpu" else cache
+    state: Cache = "uncontrolled" if where.kind == "cpu" else "cold"
     return {name: summarise(name, found, device=where.name, cache=state) for name, found in times.items()}
 
 
@@ -129,15 +126,13 @@ def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
     return lambda: elapsed
 
 
-def _gpu_clock(cache: str) -> Callable[[Callable[[], Any]], Callable[[], float]]:
+def _gpu_clock() -> Callable[[Callable[[], Any]], Callable[[], float]]:
     import torch
 
     size = max(_FLUSH_BYTES, 4 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0))
-    flush = torch.zeros(size // 8 if cache == "cold" else 0, dtype=torch.int64, device="cuda")
+    flush = torch.zeros(size // 8, dtype=torch.int64, device="cuda")
 
     def clock(call: Callable[[], Any]) -> Callable[[], float]:
-        if cache == "warm":
-            call()
         # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for the way of
         # up to 50 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
         # the kernels and not the gaps between them.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import platform
 import shutil
 import signal
@@ -245,15 +246,12 @@ def time_case(
     )  # fmt: skip
     timed: list[tuple[Candidate, Timing, float | None]] = []
     for candidate in candidates:
-        error = None
-        if candidate.results is not None:
-            # The last timed calls left their results: right before the clock ran and right after.
-            wrong = _check(candidate, truths, call=False)
-            if wrong:
-                say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
-                continue
-            error = max(_error(result(), truth) for result, truth in zip(candidate.results, truths, strict=True))
-        timed.append((candidate, timings[candidate.name], error))
+        # The last timed calls left their results: right before the clock ran and right after.
+        wrong, error = _check(candidate, truths) if candidate.results else ("", None)
+        if wrong:
+            say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
+        else:
+            timed.append((candidate, timings[candidate.name], error))
     forget_copies()
     return timed
 
@@ -266,7 +264,9 @@ def _ready(
     try:
         with _at_most(_READY_S):
             candidate = make()
-            wrong = _check(candidate, truths)
+            for call in candidate.calls:
+                call()
+            wrong, _ = _check(candidate, truths)
     # A peer or a step that does not compile or run here must not end the others' measurement.
     except Exception as failure:  # noqa: BLE001
         wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
@@ -337,29 +337,23 @@ def _roofs(on_cpu: bool) -> list[Candidate]:
     ]
 
 
-def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
-    """Relative error in the Frobenius norm; 0 for no rows."""
-    norm = float(truth.norm())
-    return float((result.float() - truth).norm()) / norm if norm else 0.0
-
-
-def _check(candidate: Candidate, truths: Sequence[torch.Tensor], *, call: bool = True) -> str:
-    """Why the results are wrong, empty if they are not; every element within the judge's tolerance."""
+def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, float]:
+    """Why the last results are wrong, empty if all elements are within the judge's tolerance, and the relative error."""
     assert candidate.results is not None
-    for number, truth in enumerate(truths):
-        if call:
-            candidate.calls[number]()
-        result = candidate.results[number]().float()
+    error = 0.0
+    for read, truth in zip(candidate.results, truths, strict=True):
+        result = read().float()
         if result.shape != truth.shape:
-            return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}"
+            return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}", math.inf
         off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))
         if off.any():
             row, column = (int(part) for part in off.nonzero()[0])
             return (
                 f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column "
                 f"{column}: {float(result[row, column]):.4g} instead of {float(truth[row, column]):.4g}"
-            )
-    return ""
+            ), math.inf
+        error = max(error, float((result - truth).norm() / truth.norm().clamp(min=1e-30)))
+    return "", error
 
 
 def roof_of(rows: Sequence[Measurement]) -> tuple[float, float]:
