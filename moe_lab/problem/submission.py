@@ -240,11 +240,7 @@ def _is_tile_literal(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _same_kind(value: object, other: object) -> bool:
-    if isinstance(value, bool) or isinstance(other, bool):
-        return isinstance(value, bool) and isinstance(other, bool)
-    if value is None or other is None:
-        return True
-    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
-        return isinstance(value, int) or isinstance(other, float)
-    return isinstance(value, type(other))
+def _same_kind(value: object, old: object) -> bool:
+    """A float takes an integer too, and what is not a bool takes None."""
+    kinds = (type(value), type(old))
+    return kinds[0] is kinds[1] or kinds == (int, float) or (None in (value, old) and bool not in kinds)

@@ -338,7 +338,7 @@ def _roofs(on_cpu: bool) -> list[Candidate]:
 
 
 def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, float]:
-    """Why the last results are wrong, empty if all elements are within the judge's tolerance, and the relative error."""
+    """Why the last results are wrong, empty if all are within the judge's tolerance, and their relative error."""
     assert candidate.results is not None
     error = 0.0
     for read, truth in zip(candidate.results, truths, strict=True):
