@@ -7,7 +7,7 @@ wrong rows. Where none does, the pattern of the wrong rows and columns is descri
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ _MAX_ROWS = 128
 _CHUNKS = (16, 32, 64, 128, 256)
 
 _ALL = slice(None)
+_NONE: Mapping[str, torch.Tensor] = {}
 
 #: What usual mistakes make of gate and up, (rows, I) each, instead of ``silu(gate) * up``.
 _FORMULAS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -57,18 +58,6 @@ _FORMULAS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         g * torch.sigmoid(2 * g) * u
     ),
     "tanh instead of SiLU": lambda g, u: torch.tanh(g) * u,
-}
-#: Which expert's weight usual mistakes use, from a weight's name and the row's expert, modulo the number of experts.
-_EXPERTS: dict[str, Callable[[str, int], int]] = {
-    "the next expert's weights are used": lambda name, expert: expert + 1,
-    "the next expert's gate_w is used": lambda name, expert: expert + (name == "gate_w"),
-    "the next expert's up_w is used": lambda name, expert: expert + (name == "up_w"),
-    "the next expert's down_w is used": lambda name, expert: expert + (name == "down_w"),
-    "the previous expert's weights are used": lambda name, expert: expert - 1,
-    "the previous expert's gate_w is used": lambda name, expert: expert - (name == "gate_w"),
-    "the previous expert's up_w is used": lambda name, expert: expert - (name == "up_w"),
-    "the previous expert's down_w is used": lambda name, expert: expert - (name == "down_w"),
-    "expert 0 is used for every row": lambda name, expert: 0,
 }
 
 
@@ -163,8 +152,7 @@ def _mistakes(history: Sequence[Made]) -> Iterator[Mistake]:
     yield from _computed(made, _weighted(made.inputs))
     cause = "another route weight than the row's own: it is read at a wrong place, usually at the padded row"
     yield Mistake(cause, partial(_some_weight, made))
-    for table, option in ((_FORMULAS, "hidden"), (_EXPERTS, "expert_of")):
-        yield from _computed(made, ((cause, {option: function}) for cause, function in table.items()))
+    yield from _computed(made, ((cause, {"hidden": formula}) for cause, formula in _FORMULAS.items()))
     yield from _computed(made, _misplaced(made.inputs))
     yield from _computed(made, _cut(made.inputs))
     yield from _computed(made, _ROUNDINGS.items(), _SAME_ROUNDING)
@@ -240,8 +228,15 @@ def _weighted(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _misplaced(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tokens, results and matrices at a wrong place."""
+    """Experts, tokens, results and matrices at a wrong place."""
     layout, tokens = inputs.layout, inputs.stacked_expert_tokens
+    own = torch.arange(layout.num_experts)
+    for shift, which in ((1, "next"), (-1, "previous")):
+        others = own.roll(-shift)
+        yield f"the {which} expert's weights are used", {"experts": dict.fromkeys(WEIGHTS, others)}
+        for name in WEIGHTS:
+            yield f"the {which} expert's {name} is used", {"experts": {name: others}}
+    yield "expert 0 is used for every row", {"experts": dict.fromkeys(WEIGHTS, own * 0)}
     compact = tokens.clone()
     compact[inputs.valid_rows] = tokens[: layout.num_rows]
     cause = "the tokens are read at raw rows; they live at padded rows, group_padded_offsets[e] + row"
@@ -284,10 +279,6 @@ def _cut(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"the first {missing}", {f"stage_{stage}": slice(chunk, extent)}
 
 
-def _own(name: str, expert: int) -> int:
-    return expert
-
-
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
@@ -311,7 +302,7 @@ _ROUNDINGS: dict[str, dict[str, Any]] = {
 def _answers(
     made: Made, rows: torch.Tensor, *, inputs: Inputs | None = None,
     hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _swiglu,
-    expert_of: Callable[[str, int], int] = _own, rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    experts: Mapping[str, torch.Tensor] = _NONE, rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
     stage_1: slice = _ALL, stage_2: slice = _ALL, factor: torch.Tensor | None = None,
     written: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -322,7 +313,7 @@ def _answers(
         rows: raw rows, (R,).
         inputs: instead of the call's.
         hidden: formula of gate and up, see :data:`_FORMULAS`.
-        expert_of: which expert's weight is used, see :data:`_EXPERTS`.
+        experts: for each expert the one whose weight is used instead, (E,), by the name of the weight.
         rounded: what a matrix of weights becomes.
         stage_1, stage_2: which part of H and of I is in the sum.
         factor: (N,) instead of the route weights.
@@ -335,7 +326,7 @@ def _answers(
     x = inputs.stacked_expert_tokens[inputs.valid_rows[source]].float()[:, stage_1]
     answer = torch.empty(len(rows), inputs.case.hidden, device=rows.device)
     for expert, mine in _experts(inputs, source):
-        used = [getattr(inputs, name)[expert_of(name, expert) % inputs.case.num_experts] for name in WEIGHTS]
+        used = [getattr(inputs, name)[int(experts[name][expert]) if name in experts else expert] for name in WEIGHTS]
         gate, up, down = (rounded(weight.float()) for weight in used)
         h = hidden(x[mine] @ gate[:, stage_1].T, x[mine] @ up[:, stage_1].T)
         answer[mine] = h[:, stage_2] @ down[:, stage_2].T

@@ -126,17 +126,6 @@ def default_plan(seed: int, device: str) -> Plan:
     )
 
 
-def first_case_plan(seed: int, *, stop_at_first: bool = False) -> Plan:
-    """The short plan of lessons: the structural case with the group sizes 0, 1, 127, 128 and 129, and nothing else.
-
-    Args:
-        seed: decides the values.
-        stop_at_first: end at the first wrong call.
-    """
-    groups = structural_groups(random.Random(seed))[:1]
-    return Plan(groups, stop_at_first=stop_at_first, variants=False, fit=False)
-
-
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
     """The cases that differ in shape, in random order after the first."""
     # Eleven blocks of one expert and more, up to all rows of the contest's case 1; its average is two.

@@ -10,11 +10,6 @@ from dataclasses import dataclass
 from moe_lab.problem.errors import ContractError, DataError
 from moe_lab.problem.tables import published_results
 
-#: 1/s - 1 of the guide's formula, where s = 0.5 is what a solution earns that is exactly as fast as the baseline.
-_SLOPE = 1.0
-#: Where the logarithmic compression of the guide ends.
-_MOST_POINTS = 150.0
-
 
 @functools.cache
 def baseline_times_ms() -> tuple[float, float, float]:
@@ -36,7 +31,7 @@ class CaseScore:
     case: int  # number, from 1
     time_ms: float
     baseline_ms: float  # time of the judge's baseline
-    points: float  # before rounding down, 0 to 150
+    points: float  # before rounding down, 0 to 100
     floored: int  # whole points: what is displayed and averaged
     next_time_ms: float | None  # the time at which the next whole point is earned; None at the top
 
@@ -58,23 +53,22 @@ class Score:
         return sum(case.time_ms for case in self.cases)
 
 
-def case_points(time_ms: float, baseline_ms: float, floor_ms: float = 0.0) -> float:
-    """Points of one case, before flooring.
+def case_points(time_ms: float, baseline_ms: float) -> float:
+    """Points of one case, before rounding down: 100 * Tb / (Tb + Tk).
 
-    100 / (1 + (1/s - 1) * (Tk - Th) / (Tb - Th)) with s = 0.5. Th is the hardware's floor in the guide; solved from
-    eight published ratios it is 0 on this problem, which leaves 100 * Tb / (Tb + Tk), always below 100.
-    Above 100 the guide compresses logarithmically up to 150 and gives no form; here 100 + 50 * log10(points / 100).
+    The guide's formula is 100 / (1 + (1/s - 1) * (Tk - Th) / (Tb - Th)) with s = 0.5, compressed by a logarithm above
+    100 points. Th is the hardware's floor; solved from eight published ratios it is 0 on this problem, so no time earns
+    100 points.
 
     Args:
         time_ms: Tk, above 0.
-        baseline_ms: Tb, above ``floor_ms``.
-        floor_ms: Th, at least 0.
+        baseline_ms: Tb, above 0.
 
     Returns:
-        points in (0, 150].
+        points in (0, 100).
 
     Raises:
-        ContractError: for a time that is no positive number, or a baseline at or below the floor.
+        ContractError: for a time that is no positive number.
 
     Source:
         the contest's evaluation guide (formula, s); published ratios of accepted runs (Th = 0, rounding down).
@@ -87,39 +81,25 @@ def case_points(time_ms: float, baseline_ms: float, floor_ms: float = 0.0) -> fl
             raise ContractError(
                 f"got {what} of {value} ms, expected a number above 0; the judge's 0 means that it failed before timing"
             )
-    ratio = _SLOPE * (time_ms - floor_ms) / _span(baseline_ms, floor_ms)
-    if ratio <= -1:
-        return _MOST_POINTS
-    points = 100 / (1 + ratio)
-    return points if points <= 100 else min(_MOST_POINTS, 100 + 50 * math.log10(points / 100))
+    return 100 / (1 + time_ms / baseline_ms)
 
 
-def time_for_points(points: float, baseline_ms: float, floor_ms: float = 0.0) -> float:
-    """The time that earns so many points: the inverse of :func:`case_points` up to 100.
+def time_for_points(points: float, baseline_ms: float) -> float:
+    """The time in ms that earns so many points: the inverse of :func:`case_points`.
 
     Args:
         points: above 0, at most 100.
-        baseline_ms: Tb, above ``floor_ms``.
-        floor_ms: Th, at least 0.
-
-    Returns:
-        Tk in ms; ``floor_ms`` for 100 points.
+        baseline_ms: Tb, above 0.
 
     Raises:
-        ContractError: for points outside (0, 100] or a baseline at or below the floor.
+        ContractError: for points outside (0, 100].
 
     >>> round(time_for_points(81, 11.251), 3)
     2.639
     """
     if not 0 < points <= 100:
         raise ContractError(f"got {points} points, expected above 0 and at most 100, where the formula is known")
-    return floor_ms + _span(baseline_ms, floor_ms) * (100 / points - 1) / _SLOPE
-
-
-def _span(baseline_ms: float, floor_ms: float) -> float:
-    if not 0 <= floor_ms < baseline_ms:
-        raise ContractError(f"got floor_ms={floor_ms} for a baseline of {baseline_ms} ms, expected 0 up to below it")
-    return baseline_ms - floor_ms
+    return baseline_ms * (100 / points - 1)
 
 
 def score(times_ms: Sequence[float]) -> Score:
