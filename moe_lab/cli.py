@@ -84,12 +84,12 @@ def _submission(given: Path) -> Submission:
 
 
 def _print_table(rows: Iterable[dict[str, str]]) -> None:
-    """Rows of text under the names of their columns; the first is never wrapped."""
-    lines = list(rows)
+    """Rows of text under the names of their columns; the first column is never wrapped, the others lose nothing."""
+    lines = [*rows]
     first, *others = lines[0]
-    table = Table(Column(first, no_wrap=True), *others)
+    table = Table(Column(first, no_wrap=True), *(Column(name, overflow="fold") for name in others))
     for row in lines:
-        table.add_row(*row.values())
+        table.add_row(*map(escape, row.values()))
     Console().print(table)
 
 
@@ -138,10 +138,15 @@ def doctor() -> None:
     """What is here, what is missing and what to do about it. Exit code 0 if submissions can run here."""
     from moe_lab.machine import backend
 
-    console = Console()
-    with console.status("looking, and compiling one small kernel"):
+    with Console().status("looking, and compiling one small kernel"):
         checks = backend.doctor()
-    console.print(backend.render_doctor(checks))
+    _print_table(
+        {
+            "": "ok" if check.ok else "MISSING" if check.required else "note", "check": check.name,
+            "found": check.found, "what to do": check.remedy,
+        }
+        for check in checks
+    )  # fmt: skip
     if any(check.name.startswith("$") and not check.ok for check in checks):
         print("A TileLang built from source needs, before Python starts (set the first two to your folders):\n")
         print(backend.maca_exports())

@@ -7,11 +7,12 @@ import os
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from moe_lab.judge import diagnose, rules
 from moe_lab.judge.ahead import Ahead, processes_for
@@ -28,8 +29,6 @@ from moe_lab.model.roofline import bound, work
 from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import DataError, MoeLabError, SubmissionError
 from moe_lab.problem.submission import Submission
-
-Profile = Literal["contest", "open"]
 
 #: What breaking a rule of this kind is called; every other kind is a rule violation.
 _KIND_VERDICTS = {"contract": Verdict.CONTRACT_ERROR, "limit": Verdict.RESOURCE_ERROR}
@@ -49,7 +48,7 @@ _EXPERIMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def judge(
     submission: Submission | str | os.PathLike[str],
     *,
-    profile: Profile = "contest",
+    profile: rules.Profile = "contest",
     seed: int | None = None,
     progress: Progress | None = None,
     plan: Plan | None = None,
@@ -172,27 +171,29 @@ class _Run:
 
     def _check_rules(self) -> None:
         self._say("checking the rules")
-        self._report.findings = [
+        self._find(
             FindingReport(**asdict(found))
             for found in rules.check(self._submission, self._report.profile)
             if self._plan.sandboxed or rules.RULES[found.rule_id].kind == "contract"
-        ]
-        broken = [found for found in self._report.findings if found.level == "violation"]
+        )
+
+    def _find(self, findings: Iterable[FindingReport]) -> None:
+        """Note findings; a violation among them ends the run."""
+        found = list(findings)
+        self._report.findings += found
+        broken = [finding for finding in found if finding.level == "violation"]
         if broken:
             # The contract first: a file without run_kernel has little use for the rest.
-            first = min(broken, key=lambda found: rules.RULES[found.rule_id].kind != "contract")
+            first = min(broken, key=lambda finding: rules.RULES[finding.rule_id].kind != "contract")
             where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
             verdict = _KIND_VERDICTS.get(rules.RULES[first.rule_id].kind, Verdict.RULE_VIOLATION)
             raise Stopped(verdict, where + rules.told(first.message, first.rule_id, len(broken) - 1))
 
-    def _ruled(self, rule_id: str, what: str) -> None:
+    def _find_ruling(self, rule_id: str, what: str) -> None:
         """A ruling of the contest that only running or lowering the file shows: rejected there, said elsewhere."""
-        contest = self._report.profile == "contest"
+        level: rules.Level = "violation" if self._report.profile == "contest" else "advice"
         message = f"{what}. {rules.RULES[rule_id].sentence}"
-        level: Literal["violation", "advice"] = "violation" if contest else "advice"
-        self._report.findings.append(FindingReport(rule_id=rule_id, level=level, message=message))
-        if contest:
-            raise Stopped(Verdict.RULE_VIOLATION, rules.told(message, rule_id))
+        self._find([FindingReport(rule_id=rule_id, level=level, message=message)])
 
     def _session(self, groups: tuple[Group, ...]) -> Session:
         return Session(
@@ -202,36 +203,41 @@ class _Run:
 
     def _make_calls(self, ahead: Ahead) -> None:
         """All calls of the verdict."""
-        problem: Problem | None = None
-        session = self._session(self._plan.groups)
+        plan, report, problem = self._plan, self._report, None
+        session = self._session(plan.groups)
         try:
             with session:
-                for group in self._plan.groups:
+                for group in plan.groups:
                     if group.sparse or group.on_device:
                         # The contest's shapes take longest: a wrong file they would only tell the same again, and a
                         # file that got this far will be asked for its limits.
                         if problem:
                             continue
                         self._start_fit()
-                    problem = self._call(session, group, ahead) or problem
-                    if problem and self._plan.stop_at_first:
+                    ahead.wait(group, self._say)
+                    report.cases.append(new_report(group))
+                    found = check_group(
+                        session, group, report.cases[-1], stop_at_first=plan.stop_at_first, must_launch=plan.sandboxed
+                    )
+                    problem = problem or found
+                    if problem and plan.stop_at_first:
                         break
         except Stopped:
             # A wrong answer that came first is more telling than what ended the process later.
             if problem is None:
                 raise
         finally:
-            self._report.log = session.log
-            self._report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
+            report.log = session.log
+            report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
         if problem:
             self._explain(problem)
             raise Stopped(problem.verdict, problem.sentence)
         if session.computed:
             names = ", ".join(sorted(session.computed))
-            self._ruled("torch-compute", f"torch computed with {names} while run_kernel was called")
-        for group in self._plan.groups:
+            self._find_ruling("torch-compute", f"torch computed with {names} while run_kernel was called")
+        for group in plan.groups:
             if group.name in session.times_ms:
-                too_fast = impossible(group, min(session.times_ms[group.name][0]), self._report.device)
+                too_fast = impossible(group, min(session.times_ms[group.name][0]), report.device)
                 if too_fast:
                     raise Stopped(Verdict.JUDGE_ERROR, too_fast)
         if session.strangers:
@@ -241,13 +247,6 @@ class _Run:
                 f"({', '.join(sorted(set(session.strangers)))}), expected none: a submission computes in run_kernel "
                 "and nowhere else",
             )
-
-    def _call(self, session: Session, group: Group, ahead: Ahead) -> Problem | None:
-        ahead.wait(group, self._say)
-        case = new_report(group)
-        self._report.cases.append(case)
-        plan = self._plan
-        return check_group(session, group, case, stop_at_first=plan.stop_at_first, must_launch=plan.sandboxed)
 
     def _start_fit(self) -> None:
         """Lower the contest's cases in a process beside the calls."""
@@ -263,7 +262,7 @@ class _Run:
         report.compiler_messages = list(fit.messages)
         report.fit = list(fit.lines)
         for rule_id, what in fit.rulings:
-            self._ruled(rule_id, what)
+            self._find_ruling(rule_id, what)
         if fit.problems and report.profile == "contest":
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
         report.fit += [f"does not fit: {problem}" for problem in fit.problems]

@@ -330,16 +330,3 @@ def _probe_check() -> Check:
         return Check(name, False, str(error), f"mend what the lines above name; else {remedy}")
     found = f"yes, with tilelang {version}" if total == 576 else f"got {total}, expected 576, with tilelang {version}"
     return Check(name, total == 576, found, remedy)
-
-
-def render_doctor(checks: list[Check]) -> Any:
-    """The checks as a rich table."""
-    from rich.table import Table
-
-    table = Table(title="moe-lab doctor", title_justify="left")
-    for column in ("", "check", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        state = "ok" if check.ok else "MISSING" if check.required else "note"
-        table.add_row(state, check.name, check.found, check.remedy)
-    return table
