@@ -24,6 +24,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
+import json
 import os
 import platform
 import re
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import BackendError, UnsupportedOnCPUError
 
 #: Optimise, for this machine. Never -ffast-math: it assumes there is no NaN, and NaN is what the judge poisons with.
@@ -43,46 +45,6 @@ COMPILE_FLAGS = ("-O3", "-march=native")
 
 # The first TileLang whose C backend this module was written for and tested with.
 _OLDEST = (0, 1, 15)
-
-# Names that a CPU cannot give a meaning, and what does the same job. The first pattern that matches counts.
-_REFUSED: tuple[tuple[str, str], ...] = (
-    (
-        r".*Emitter.*|gemm_sp.*|.*gemm_blockscaled.*|wgmma.*|tcgen05.*|mma_.*|ptx_(ld|mma|wgmma|tcgen05).*|tvm_b?mma.*"
-        r"|tvm_(mfma|rdna).*|tvm_(load|store)_matrix.*|tvm_fill_fragment|simdgroup_.*|initialize_(wgmma|tcgen05).*"
-        r"|(de)?alloc(ate)?_(tmem|descriptor|wgmma_desc|tcgen05.*)|(wait_wgmma|warpgroup_.*)|compute_.mma_descriptor"
-        r"|increase_descriptor_offset|get_ldmatrix_offset|ds_read_.*",
-        "T.gemm, which every device has",
-    ),
-    (
-        r"tma_.*|.*tma_descriptor|copy_cluster|async_copy|cp_async.*|ptx_(cp_async|commit|wait_group).*",
-        "T.copy, which waits for the data",
-    ),
-    (
-        r".*barrier.*|cluster_.*|clc_.*|block_rank_in_cluster|ClusterKernel|sync_grid|sync_global|fence_proxy.*",
-        "T.sync_threads inside a block, and two T.Kernel launches where all blocks have to wait for each other",
-    ),
-    (r"ws|WarpSpecialize.*|WS[A-Z][a-z].*|ws_op", "T.Pipelined, which has a meaning everywhere"),
-    (
-        r"call_(pure_)?extern|import_source|CUDASourceCodeKernel|call_llvm.*|call_kernel|call_(c?packed).*|tvm_call_.*",
-        "TileLang's own operators (the contest bans device code in C++ too)",
-    ),
-    (
-        r"get_thread_binding.*|thread_binding|launch_thread|env_thread|get_(lane|warp).*|shfl_.*|ballot.*|activemask"
-        r"|(any|all|match_any|match_all)_sync|syncthreads_.*|warp_reduce.*|shuffle_elect|extract_lane|tvm_warp.*"
-        r"|tvm_thread.*|thread_return",
-        "T.Parallel and T.reduce_*: on a CPU a block has no threads that could be told apart",
-    ),
-    (r"(ld|st)[gs]\d+|dp4a|rng_.*|__ffs|__fns", "T.copy and plain indexing"),
-    (r"autotune", "literals at the top of the file for the tile sizes that tuning on a GPU has found"),
-)  # fmt: skip
-
-# Hints and block-level barriers: nothing to do where a block is one thread.
-_NOTHING = (
-    "sync_threads", "sync_warp", "annotate_layout", "annotate_l2_hit_ratio", "annotate_min_blocks_per_sm",
-    "annotate_ws_pipeline_depth", "annotate_ws_schedule", "annotate_consumer_reg_alloc",
-    "annotate_producer_reg_dealloc", "set_max_nreg", "inc_max_nreg", "dec_max_nreg", "no_set_max_nreg",
-    "disable_warp_group_reg_alloc", "pdl_trigger", "pdl_sync",
-)  # fmt: skip
 
 # Namespaces that a submission reads names from.
 _FACADES = ("tilelang.language", "tilelang.language.common", "tilelang.cuda.language", "tilelang.rocm.language")
@@ -123,8 +85,15 @@ class Refused:
         raise self._error(self._message)
 
 
+@functools.cache
+def _names() -> tuple[dict[re.Pattern[str], str], list[str]]:
+    """``data/cpu_names.json``: what does the job of names without a CPU meaning, and hints without an effect."""
+    table = json.loads((data_dir() / "cpu_names.json").read_text(encoding="utf-8"))
+    return {re.compile("|".join(row["names"])): row["instead"] for row in table["refused"]}, table["nothing"]
+
+
 def _instead(name: str) -> str | None:
-    return next((instead for pattern, instead in _REFUSED if re.fullmatch(pattern, name)), None)
+    return next((instead for pattern, instead in _names()[0].items() if pattern.fullmatch(name)), None)
 
 
 def _refuse(name: str, module: str = "T") -> Refused:
@@ -269,7 +238,7 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
         "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle,
         "print": lambda *args, **options: _say("T.print is dropped on a CPU"),
         "device_assert": lambda *args, **options: _say("T.device_assert is dropped on a CPU"),
-        **dict.fromkeys(_NOTHING, lambda *args, **options: None),
+        **dict.fromkeys(_names()[1], lambda *args, **options: None),
     }  # fmt: skip
 
 

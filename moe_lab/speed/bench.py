@@ -356,34 +356,23 @@ def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, f
     return "", error
 
 
-def roof_of(rows: Sequence[Measurement]) -> tuple[float, float]:
-    """Measured peak in TFLOP/s and bandwidth in TB/s of one run and case, at the fast end of each interval.
-
-    A roof is what the machine can reach; whatever disturbed one measurement of it must not flatter us.
-
-    Raises:
-        DataError: if a roof is missing.
-    """
-    roofs = [row for row in rows if row.kind == "roof"]
-    peak = [row.flops / row.low_ms / 1e9 for row in roofs if row.name.startswith(_MATMUL)]
-    bandwidth = [row.bytes / row.low_ms / 1e9 for row in roofs if row.name.startswith(_COPY)]
-    if not peak or not bandwidth:
-        raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
-    return max(peak), max(bandwidth)
-
-
 def bound_ms(rows: Sequence[Measurement]) -> float:
     """max(useful FLOPs / measured peak, compulsory bytes / measured bandwidth) of one run and case.
+
+    Both roofs at the fast end of their interval: what disturbed one measurement of them must not flatter us.
 
     Raises:
         DataError: if a roof or a candidate is missing.
     """
-    peak_tflops, bandwidth_tbps = roof_of(rows)
-    candidates = [row for row in rows if row.kind != "roof"]
-    if not candidates:
+    roofs = [row for row in rows if row.kind == "roof"]
+    flop_ms = [row.low_ms / row.flops for row in roofs if row.name.startswith(_MATMUL)]
+    byte_ms = [row.low_ms / row.bytes for row in roofs if row.name.startswith(_COPY)]
+    if not flop_ms or not byte_ms:
+        raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
+    done = next((row for row in rows if row.kind != "roof"), None)
+    if done is None:
         raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
-    done = candidates[0]
-    return max(done.flops / (peak_tflops * 1e9), done.bytes / (bandwidth_tbps * 1e9))
+    return max(done.flops * min(flop_ms), done.bytes * min(byte_ms))
 
 
 def render(rows: Sequence[Measurement]) -> list[str]:
