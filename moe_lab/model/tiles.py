@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.machine.devices import Device
-from moe_lab.model.anatomy import Branch, Buffer, Launch, Loop, Node, Op, Unknown, product, walk
-from moe_lab.model.interpreter import launches
 from moe_lab.model.roofline import balanced, work
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Op, Unknown, dtype_bits, launches, loops, product, walk
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -41,40 +40,36 @@ class Placed:
         size_bytes: all copies together.
         copies: 1, or the stages of the pipeline that fills it.
         offset_bytes: where it starts; buffers that never live at once may overlap.
-        line: where it is allocated.
     """
 
     name: str
     size_bytes: int
     copies: int
     offset_bytes: int
-    line: int
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one launch asks for.
+    """What one launch asks for; None is what cannot be told, see ``unknown``.
 
     Attributes:
         stage: number of the launch, from 1, in the order of the calls.
-        line: where it is in the source.
         grid: blocks along each axis.
         threads: threads of a block.
         shared: buffers of shared memory, in the order of their places.
-        shared_bytes: shared memory of a block; None if it cannot be predicted, see ``unknown``.
+        shared_bytes: shared memory of a block.
         accumulator_registers: 32-bit registers of a thread that hold results of T.gemm.
         fragment_registers: fragments and arrays of a thread alive at once: a lower bound of its registers.
         flops: operations of all T.gemm in all blocks, rows of padding included.
         reads_bytes: bytes read from each tensor in device memory by all blocks; at most, if a condition skips some.
-        unknown: what could not be evaluated, with its line and expression.
+        unknown: what could not be evaluated, naming its expression.
         conditional: whether only run time knows which blocks multiply, so that ``flops`` and ``reads_bytes`` are upper
             limits.
     """
 
     stage: int
-    line: int
     grid: tuple[int | None, ...]
-    threads: int | None
+    threads: int
     shared: tuple[Placed, ...]
     shared_bytes: int | None
     accumulator_registers: int | None
@@ -87,9 +82,8 @@ class KernelResources:
     @property
     def blocks(self) -> int | None:
         """Blocks of the launch."""
-        if any(extent is None for extent in self.grid):
-            return None
-        return math.prod(extent for extent in self.grid if extent is not None)
+        known = [extent for extent in self.grid if extent is not None]
+        return math.prod(known) if len(known) == len(self.grid) else None
 
 
 @dataclass(frozen=True)
@@ -116,34 +110,41 @@ class Resources:
     @property
     def work_ratio(self) -> float | None:
         """Operations done over operations needed: what padding rows cost; 1 is none."""
-        done = [kernel.flops for kernel in self.kernels]
         needed = work(self.case, self.layout.sizes).whole.flops
-        if not needed or any(value is None for value in done):
-            return None
-        return sum(value for value in done if value is not None) / needed
+        done = _sum(kernel.flops for kernel in self.kernels)
+        return done / needed if needed and done is not None else None
 
-    def weight_passes(self) -> dict[str, float | None]:
+    def weight_passes(self, *kernels: KernelResources) -> dict[str, float | None]:
         """How often each weight is read, on average over its elements; what the caches catch counts too.
 
         Experts with no row are not read, so they are left out of the size.
+
+        Args:
+            *kernels: the launches to look at; all by default.
         """
-        busy = sum(1 for size in self.layout.sizes if size)
-        size_bytes = 2 * busy * self.case.hidden * self.case.intermediate
+        size_bytes = 2 * sum(map(bool, self.layout.sizes)) * self.case.hidden * self.case.intermediate
         passes: dict[str, float | None] = {}
         for name in ("gate_w", "up_w", "down_w"):
-            found = [kernel.reads_bytes[name] for kernel in self.kernels if name in kernel.reads_bytes]
-            known = [value for value in found if value is not None]
-            passes[name] = sum(known) / size_bytes if found and len(known) == len(found) and size_bytes else None
+            found = [kernel.reads_bytes[name] for kernel in kernels or self.kernels if name in kernel.reads_bytes]
+            total = _sum(found)
+            passes[name] = total / size_bytes if found and total is not None and size_bytes else None
         return passes
 
 
-def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = None) -> Resources:
+def _sum(values: Iterable[int | None]) -> int | None:
+    """Sum of what is known, None if something is not."""
+    every = list(values)
+    return None if None in every else sum(value for value in every if value is not None)
+
+
+def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = None, *, load: str = "") -> Resources:
     """Predict what every launch of a submission asks for.
 
     Args:
         submission: with the literals wanted.
         case: sizes.
         sizes: valid rows of each expert; equal groups by default. The grid and the reads follow from them.
+        load: see :func:`moe_lab.model.tir.launches`.
 
     Raises:
         SubmissionError: if the file cannot be parsed or followed, or launches nothing.
@@ -151,87 +152,96 @@ def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = 
     """
     layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case))
     work(case, layout.sizes)  # refuses sizes that do not fit
-    found = launches(submission, case, layout)
+    found = launches(submission, case, layout, load=load)
     if not found:
-        raise SubmissionError(
-            f"got no T.Kernel in what {submission.name} calls from run_kernel, expected at least one, usually because "
-            "the kernel is chosen by a value that only run time knows"
-        )
+        raise SubmissionError(f"got no T.Kernel in what {submission.name} calls from run_kernel, expected at least one")
     kernels = tuple(_describe(stage, launch) for stage, launch in enumerate(found, start=1))
     return Resources(submission, case, layout, kernels)
 
 
 def _describe(stage: int, launch: Launch) -> KernelResources:
-    unknown: list[str] = []
+    unknown: dict[str, None] = {}
 
-    def known(value: Any, what: str) -> int | None:
+    def known(value: int | Unknown, what: str) -> int | None:
         if isinstance(value, Unknown):
-            unknown.append(f"{what} of the launch at line {launch.line}: {value.reason}")
+            unknown[f"{what} of stage {stage}: {value.reason}"] = None
             return None
-        return int(value)
+        return value
 
     grid = tuple(known(extent, "the grid") for extent in launch.grid)
-    threads = known(launch.threads, "the threads")
     placed, shared = _place(launch)
     shared_bytes = known(shared, "the shared memory")
-    results = {id(op.writes[0]) for op in walk(launch.body) if op.kind == "gemm" and op.writes}
-    sizes: dict[int, int] = {}
-    whole = threads is not None
-    for buffer in launch.buffers:
-        if not buffer.scope.startswith("shared"):
+    results = {op.writes[0] for op in walk(launch.body) if op.kind == "gemm" and op.writes}
+    registers: dict[int, int] = {}
+    whole = launch.threads > 0
+    for place, buffer in enumerate(launch.buffers):
+        if buffer.scope in ("fragment", "local"):
             size = known(buffer.size_bytes, f"the size of {buffer.name}")
-            whole = whole and size is not None
+            whole &= size is not None
             # A local array is each thread's own; a fragment is spread over the threads of the block.
-            each = (size or 0) if buffer.scope == "local" else -(-(size or 0) // (threads or 1))
-            sizes[id(buffer)] = -(-each // _REGISTER_BYTES)
-    fragments = _peak(launch.body, sizes)
-    accumulators = _peak(launch.body, {key: size for key, size in sizes.items() if key in results})
+            each = math.ceil((size or 0) / (max(1, launch.threads) if buffer.scope == "fragment" else 1))
+            registers[place] = math.ceil(each / _REGISTER_BYTES)
+    own = {place: size for place, size in registers.items() if launch.buffers[place].scope == "local"}
+    fragments = {place: size for place, size in registers.items() if place not in own}
+    used = {place for op in walk(launch.body) for place in (*op.reads, *op.writes)}
+    all_alive = sum(size for place, size in own.items() if place in used)
+    accumulators = _peak(launch.body, {key: size for key, size in fragments.items() if key in results})
     blocks = product(launch.grid)
     flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
-    names = dict.fromkeys(name for op in walk(launch.body) for name in op.moved)
     reads: dict[str, int | None] = {}
-    for name in names:
-        count = _times(blocks, _total(launch.body, lambda op, name=name: op.moved.get(name, 0)))
-        reads[name] = known(_times(count, _WIDTHS.get(name, 2)), f"what is read of {name}")
+    for place in dict.fromkeys(place for op in walk(launch.body) for place in op.moved):
+        name, bits = launch.buffers[place].name, dtype_bits(launch.buffers[place].dtype)
+        count = _times(blocks, _total(launch.body, lambda op, place=place: op.moved.get(place, 0)))  # type: ignore[misc]
+        read = known(_times(count, bits if isinstance(bits, Unknown) else bits // 8), f"what is read of {name}")
+        reads[name] = _sum([reads.get(name, 0), read])
     return KernelResources(
-        stage, launch.line, grid, threads, placed, shared_bytes, accumulators if whole else None,
-        fragments if whole else None, flops, reads, tuple(dict.fromkeys(unknown)), _conditional(launch.body),
+        stage, grid, launch.threads, placed, shared_bytes, accumulators if whole else None,
+        all_alive + _peak(launch.body, fragments) if whole else None, flops, reads, tuple(unknown),
+        _conditional(launch.body),
     )  # fmt: skip
 
 
 def _conditional(nodes: Sequence[Node]) -> bool:
     """Whether a T.gemm stands inside an ``if`` of the device."""
-    for node in nodes:
-        if isinstance(node, Branch) and any(op.kind == "gemm" for op in walk([node])):
-            return True
-        if isinstance(node, Loop) and _conditional(node.body):
-            return True
-    return False
+    return any(
+        any(op.kind == "gemm" for op in walk([node])) if isinstance(node, Branch) else _conditional(node.body)
+        for node in nodes
+        if not isinstance(node, Op)
+    )
 
 
-#: Bytes of an element of the arguments that are not fp16.
-_WIDTHS = {
-    "routed_expert_weights": 4, "group_sizes": 4, "group_offsets": 4, "group_padded_offsets": 4, "group_idx_for_bx": 4,
-}  # fmt: skip
+def _touched(node: Node) -> set[int]:
+    return {place for op in walk([node]) for place in (*op.reads, *op.writes)}
+
+
+def _spans(touched: Sequence[set[int]], places: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """First and last statement that touch each buffer."""
+    uses = {place: [at for at, found in enumerate(touched) if place in found] for place in places}
+    return {place: (at[0], at[-1]) for place, at in uses.items() if at}
 
 
 def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
-    """The most that is alive at once: what a level allocates, from first to last use, and what is inside it."""
-    own = {id(node.allocates): sizes[id(node.allocates)] for node in nodes
-           if isinstance(node, Op) and id(node.allocates) in sizes}  # fmt: skip
-    users = [{id(buffer) for op in walk([node]) for buffer in op.buffers} & own.keys() for node in nodes]
-    spans = {
-        key: (min(places), max(places))
-        for key in own
-        if (places := [place for place, found in enumerate(users) if key in found])
-    }
-    most = 0
-    for place, node in enumerate(nodes):
-        inside = 0
-        if not isinstance(node, Op):
-            inside = max(_peak(node.body, sizes), _peak(node.orelse, sizes) if isinstance(node, Branch) else 0)
-        most = max(most, inside + sum(own[key] for key, (first, last) in spans.items() if first <= place <= last))
-    return most
+    """The most that is alive at once, from first to last use; what one loop or one way alone uses lives inside it."""
+    touched = [_touched(node) for node in nodes]
+    spans = _spans(touched, list(sizes))
+    inside, deep = [0] * len(nodes), set()
+    for at, node in enumerate(nodes):
+        ways = [] if isinstance(node, Op) else [node.body] if isinstance(node, Loop) else [node.body, node.orelse]
+        uses = [set().union(*map(_touched, way)) for way in ways]
+        mine = {place for place, span in spans.items() if span == (at, at) and sum(place in use for use in uses) == 1}
+        inside[at] = max(
+            (_peak(way, {place: sizes[place] for place in use & mine}) for way, use in zip(ways, uses, strict=True)),
+            default=0,
+        )
+        deep |= mine
+    alive = {place: span for place, span in spans.items() if place not in deep}
+    return max(
+        (
+            inside[at] + sum(sizes[place] for place, (first, last) in alive.items() if first <= at <= last)
+            for at in range(len(nodes))
+        ),
+        default=0,
+    )
 
 
 def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
@@ -239,24 +249,20 @@ def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
     return 0 if left == 0 or right == 0 else product((left, right))
 
 
-def _total(nodes: Sequence[Node], count: Any) -> int | Unknown:
+def _total(nodes: Sequence[Node], count: Callable[[Op], int | Unknown]) -> int | Unknown:
     """Sum over a block's statements, loops multiplied out; of two branches the larger."""
-    total: int | Unknown = 0
+    total = 0
     for node in nodes:
-        part: int | Unknown
         if isinstance(node, Op):
-            part = count(node)
+            parts = [count(node)]
         elif isinstance(node, Loop):
-            part = _times(node.trips, _total(node.body, count))
+            parts = [_times(node.trips, _total(node.body, count))]
         else:
-            either = (_total(node.body, count), _total(node.orelse, count))
-            part = next((way for way in either if isinstance(way, Unknown)), None) or max(
-                way for way in either if not isinstance(way, Unknown)
-            )
-        if isinstance(part, Unknown):
-            return part
-        assert not isinstance(total, Unknown)
-        total += part
+            parts = [_total(node.body, count), _total(node.orelse, count)]
+        for part in parts:
+            if isinstance(part, Unknown):
+                return part
+        total += max(part for part in parts if not isinstance(part, Unknown))
     return total
 
 
@@ -265,7 +271,8 @@ def _total(nodes: Sequence[Node], count: Any) -> int | Unknown:
 
 @dataclass
 class _Life:
-    buffer: Buffer
+    name: str
+    scope: str
     copies: int
     size: int
     start: int
@@ -274,102 +281,73 @@ class _Life:
 
 def _place(launch: Launch) -> tuple[tuple[Placed, ...], int | Unknown]:
     """Places of all shared buffers and the bytes they need together."""
-    buffers = [buffer for buffer in launch.buffers if buffer.scope.startswith("shared")]
-    copies: dict[int, int | Unknown] = {}
-    _count_copies(launch.body, copies)
-    users_of = [[buffer for op in walk([node]) for buffer in op.buffers] for node in _statements(launch.body)]
-    lives: list[_Life] = []
-    for buffer in buffers:
-        touched = [i for i, users in enumerate(users_of) if any(buffer is user for user in users)]
-        if not touched:
-            continue  # TileLang drops what nothing uses
-        number = copies.get(id(buffer), 1)
-        size = product((buffer.size_bytes, number))
-        if isinstance(size, Unknown) or isinstance(number, Unknown):
-            return (), size
-        lives.append(_Life(buffer, number, size, touched[0], touched[-1] + 1))
-    unmodelled = _unmodelled(launch) or _shared_outside_its_pipeline(launch.body, copies)
+    unmodelled = _unmodelled(launch)
     if unmodelled:
         return (), Unknown(unmodelled)
-    # Static and dynamic shared memory are two areas of the same store.
-    areas = [[life for life in lives if life.buffer.scope == scope] for scope in ("shared.dyn", "shared")]
+    copies = _copies(launch.body)
+    touched = [_touched(node) for node in _statements(launch.body)]
+    shared = [place for place, buffer in enumerate(launch.buffers) if buffer.scope.startswith("shared")]
+    lives: list[_Life] = []
+    # TileLang drops what nothing uses.
+    for place, (first, last) in _spans(touched, shared).items():
+        buffer, number = launch.buffers[place], copies.get(place, 1)
+        size = product((buffer.size_bytes, number))
+        if isinstance(size, Unknown):
+            return (), size
+        lives.append(_Life(buffer.name, buffer.scope, number, size, first, last + 1))
     share = not launch.pass_configs.get("tl_disable_shared_memory_reuse", False)
     placed: list[Placed] = []
     total = 0
-    for area in areas:
+    # Static and dynamic shared memory are two areas of the same store.
+    for scope in ("shared.dyn", "shared"):
+        area = [life for life in lives if life.scope == scope]
         offsets, top = _pack(area, share)
         for life, offset in zip(area, offsets, strict=True):
-            placed.append(Placed(life.buffer.name, life.size, life.copies, total + offset, life.buffer.line))
-        total += -(-top // _ALIGN_BYTES) * _ALIGN_BYTES
-    return tuple(sorted(placed, key=lambda item: (item.offset_bytes, item.line))), total
+            placed.append(Placed(life.name, life.size, life.copies, total + offset))
+        total += _aligned(top)
+    return tuple(sorted(placed, key=lambda item: item.offset_bytes)), total
 
 
 def _unmodelled(launch: Launch) -> str:
     """Why the shared memory of a launch cannot be predicted; empty if it can."""
     if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
         return "the pass config for aggressive merging of shared memory is not modelled"
+    if any(op.kind == "reduce" for op in walk(launch.body)):
+        return "T.reduce takes shared memory of its own, which is not modelled"
+    for loop in loops(launch.body):
+        # A pipeline of an order of its own changes copies and lifetimes.
+        if any(note.startswith("tl_pipeline") for note in loop.notes) and any(map(_touched, loop.body)):
+            return f"the pipeline over {loop.name} with an explicit order is not modelled"
+    # TileLang refuses a buffer that a pipeline multiplies and something else touches too.
+    copies = _copies(launch.body)
+    users: dict[int, set[int]] = {place: set() for place in copies}
 
-    def loops(nodes: Sequence[Node]) -> str:
+    def collect(nodes: Sequence[Node], pipeline: int) -> None:
         for node in nodes:
-            if isinstance(node, Loop):
-                # A pipeline of an order of its own, or an unrolled loop, changes copies and lifetimes.
-                inner = node.unmodelled if any(op.buffers for op in walk(node.body)) else ""
-                inner = inner or loops(node.body)
-            else:
-                inner = loops([*node.body, *node.orelse]) if isinstance(node, Branch) else ""
-            if inner:
-                return inner
-        return ""
-
-    for op in walk(launch.body):
-        if op.kind == "reduce":
-            return f"line {op.line}: T.reduce takes shared memory of its own, which is not modelled"
-    return loops(launch.body)
-
-
-def _count_copies(nodes: Sequence[Node], copies: dict[int, int | Unknown]) -> None:
-    """Number of copies of each buffer that a pipelined loop fills from device memory."""
-    for node in nodes:
-        if isinstance(node, Branch):
-            _count_copies(node.body, copies)
-            _count_copies(node.orelse, copies)
-        elif isinstance(node, Loop):
-            _count_copies(node.body, copies)
-            stages = node.num_stages
-            if stages is None or (isinstance(stages, int) and stages < 2):
-                continue
-            for statement in _statements(node.body):
-                ops = list(walk([statement]))
-                if ops and all(op.pure_copy for op in ops):
-                    copies.update({id(item): stages for op in ops for item in op.writes})
-
-
-def _shared_outside_its_pipeline(nodes: Sequence[Node], copies: dict[int, int | Unknown]) -> str:
-    """TileLang refuses a buffer that a pipeline multiplies and something else touches too; empty if there is none."""
-    users: dict[int, set[int]] = {}
-    names: dict[int, Buffer] = {}
-
-    def collect(inner: Sequence[Node], pipeline: int) -> None:
-        for node in inner:
             if isinstance(node, Op):
-                for buffer in node.buffers:
-                    users.setdefault(id(buffer), set()).add(pipeline)
-                    names[id(buffer)] = buffer
+                for place in users.keys() & _touched(node):
+                    users[place].add(pipeline)
             elif isinstance(node, Loop):
-                staged = node.num_stages is not None and node.num_stages not in (0, 1)
-                collect(node.body, node.line if staged else pipeline)
+                collect(node.body, id(node) if (node.num_stages or 0) > 1 else pipeline)
             else:
                 collect([*node.body, *node.orelse], pipeline)
 
-    collect(nodes, 0)
-    for key, where in users.items():
-        if copies.get(key, 1) != 1 and len(where) > 1:
-            lines = " and ".join(f"line {line}" if line else "outside it" for line in sorted(where, reverse=True))
-            return (
-                f"{names[key].name} is multiplied by the pipeline of one loop and used in another ({lines}), which "
-                "TileLang refuses"
-            )
-    return ""
+    collect(launch.body, 0)
+    split = next((launch.buffers[place].name for place, where in users.items() if len(where) > 1), "")
+    return split and (
+        f"{split} is multiplied by the pipeline of one loop and used in another or outside, which TileLang refuses"
+    )
+
+
+def _copies(nodes: Sequence[Node]) -> dict[int, int]:
+    """Number of copies of each buffer that a pipelined loop fills from device memory."""
+    copies: dict[int, int] = {}
+    for loop in loops(nodes):
+        for statement in _statements(loop.body) if (loop.num_stages or 0) > 1 else ():
+            ops = list(walk([statement]))
+            if ops and all(op.pure_copy for op in ops):
+                copies |= dict.fromkeys((place for op in ops for place in op.writes), loop.num_stages or 1)
+    return copies
 
 
 def _statements(nodes: Sequence[Node]) -> list[Node]:
@@ -390,7 +368,7 @@ def _statements(nodes: Sequence[Node]) -> list[Node]:
 
 def _pack(lives: Sequence[_Life], share: bool) -> tuple[list[int], int]:
     """Offsets of buffers and the top of the area: linear scan, best fit into what died, as TileLang's merge pass."""
-    order = sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].buffer.name))
+    order = sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].name))
     offsets = [0] * len(lives)
     active: list[tuple[int, int, int]] = []  # end, offset, size
     free: list[tuple[int, int]] = []  # offset, size; sorted, never touching

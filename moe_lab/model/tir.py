@@ -31,7 +31,7 @@ from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
 #: Seconds for one file; a child that has to start first gets more.
-_TIMEOUT_S, _START_S = 20.0, 60.0
+_TIMEOUT_S, _START_S = 10.0, 40.0
 #: Address space that host code may take.
 _MEMORY_BYTES = 4 << 30
 #: Answers kept.
@@ -166,15 +166,22 @@ class Launch:
     body: tuple[Node, ...]
 
 
-def walk(nodes: Sequence[Node]) -> Iterator[Op | Loop]:
-    """Every statement and every loop, in order."""
+def walk(nodes: Sequence[Node]) -> Iterator[Op]:
+    """Every statement, those of loops and branches included."""
     for node in nodes:
-        if not isinstance(node, Branch):
+        if isinstance(node, Op):
             yield node
+        else:
+            yield from walk(node.body if isinstance(node, Loop) else [*node.body, *node.orelse])
+
+
+def loops(nodes: Sequence[Node]) -> Iterator[Loop]:
+    """Every loop, those inside another before it."""
+    for node in nodes:
         if not isinstance(node, Op):
-            yield from walk(node.body)
-        if isinstance(node, Branch):
-            yield from walk(node.orelse)
+            yield from loops(node.body if isinstance(node, Loop) else [*node.body, *node.orelse])
+        if isinstance(node, Loop):
+            yield node
 
 
 def product(values: Sequence[int | Unknown]) -> int | Unknown:
@@ -351,10 +358,15 @@ def read_here(source: str, sizes: dict[str, int], integers: dict[str, Any], load
         extents: dict[Any, int] = {}
         for param, tensor in zip(kernel.function.params, tensors, strict=False):
             buffer = kernel.function.buffer_map[param]
-            own = (name for name, each in asked.arguments.items() if each is tensor)
+            # A slice of an argument reads the argument.
+            own = (name for name, each in asked.arguments.items() if _storage(each) == _storage(tensor))
             names.append((buffer, next(own, str(buffer.name))))
             extents |= {dim: size for dim, size in zip(buffer.shape, tensor.shape, strict=False) if _kind(dim) == "Var"}
         yield from _Walk(kernel, names, extents).found
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _kind(node: Any) -> str:
@@ -376,7 +388,9 @@ class _Walk:
         if isinstance(expr, int):
             return expr
         value = self.simplify(self.functor.substitute(expr, self.extents))
-        return int(value.value) if _kind(value) == "IntImm" else Unknown(f"`{expr}` is known at run time only")
+        if _kind(value) != "IntImm":
+            return Unknown(f"`{expr}` is known at run time only")
+        return int(value.value) if value.value >= 0 else Unknown(f"`{expr}` is {value.value}, which is no size")
 
     def launches(self, node: Any, grid: tuple[int | Unknown, ...]) -> None:
         """Each nest of loops over blockIdx is a launch."""

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.model.lowering import Lowering, LoweringError, lower, lower_many
+from moe_lab.model.lowering import Lowering, LoweringError, lower_many
 from moe_lab.problem.contract import CASES, Case
 from moe_lab.problem.errors import BackendError
 from moe_lab.problem.submission import Submission
@@ -39,7 +39,7 @@ def test_many_in_one_child_each_with_its_answer_or_its_error() -> None:
     idle = Submission("def run_kernel(*args):\n    pass\n", "idle.py")
     results = lower_many(
         [
-            Lowering(baseline, SMALL, "sm_80", num_padded_rows=640),
+            Lowering(baseline, SMALL, "sm_80"),
             Lowering(half, SMALL, "gfx90a"),
             Lowering(two_stages, SMALL, "sm_80"),
             Lowering(static, SMALL, "sm_80"),
@@ -51,7 +51,7 @@ def test_many_in_one_child_each_with_its_answer_or_its_error() -> None:
     )
     first, second, third, fourth, vendors, broken_error, deadly_error, idle_error = results
     assert [kernel.shared_bytes for kernel in first] == [65536, 32768]
-    assert [kernel.grid for kernel in first] == [(5, 3, 1), (5, 2, 1)]
+    assert [kernel.grid for kernel in first] == [(4, 3, 1), (4, 2, 1)]
     assert [kernel.threads for kernel in first] == [256, 256]
     # Two 128x128 fp32 accumulators over 256 threads are 512 bytes a thread, and the token fragment comes on top.
     assert first[0].local_bytes >= 512
@@ -194,9 +194,7 @@ def test_host_code_is_told_whether_a_gpu_is_meant() -> None:
 
 def test_what_cannot_be_lowered_says_so() -> None:
     with pytest.raises(BackendError, match="got target 'sm_1', expected one of sm_80"):
-        lower(step("s0"), CASES[1], "sm_1")
-    with pytest.raises(BackendError, match="got 100 padded rows, expected a multiple of 128"):
-        Lowering(step("s0"), SMALL, num_padded_rows=100)
+        Lowering(step("s0"), CASES[1], "sm_1")
     with pytest.raises(BackendError, match="no/such/python"):
         lower_many([Lowering(step("s0"), SMALL)], python="no/such/python")
     with pytest.raises(BackendError, match="cannot lower"):
