@@ -250,7 +250,8 @@ def fit(
 ) -> None:
     """What the tiles of a submission cost, and whether a device can pay. Exit code 1 if it cannot.
 
-    The file is read, not run. Groups are taken as equal: 142 rows for every expert.
+    TileLang's own front end reads the kernels that run_kernel asks for, in the judge's sandbox; nothing is compiled.
+    Groups are taken as equal: 142 rows for every expert.
     """
     import json
 
@@ -260,7 +261,7 @@ def fit(
 
     wanted = devices.device(device, "gpu")
     submission = _submission(file)
-    found = tiles.resources(submission, CASES[case])
+    found = tiles.resources(submission, CASES[case], load="moe_lab.judge.sandbox:load")
     fits = tiles.fit(found, wanted)
     lowered = tiles.lowered_figures(submission, CASES[case], wanted) if lower else []
     if as_json:
