@@ -14,9 +14,8 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,15 +28,8 @@ if TYPE_CHECKING:
     from moe_lab.problem.submission import Submission
 
 
-class Profile(str, Enum):
-    """Which rules reject and which only advise."""
-
-    CONTEST = "contest"  # every rule, ruling and C500 limit
-    OPEN = "open"  # rulings and C500 limits are advice: kernels for other cards
-
-
 ProfileOption = Annotated[
-    Profile,
+    Literal["contest", "open"],
     typer.Option(
         "--profile",
         help="contest: every rule rejects, as in the contest; open: its rulings (no asynchronous copies, no device "
@@ -102,14 +94,14 @@ def _expect(good: object, sentence: str) -> None:
 def export(
     notebook: Annotated[Path, typer.Argument(help="notebook whose cell tagged 'submission' is exported")],
     output: Annotated[Path, typer.Option("-o", "--output", help="file to write")] = Path("submission.py"),
-    profile: ProfileOption = Profile.CONTEST,
+    profile: ProfileOption = "contest",
 ) -> None:
     """Write the final cell of a notebook to a file, byte for byte, without running it."""
     from moe_lab.lesson import export as exporting
     from moe_lab.problem.submission import Submission
 
     submission = Submission(exporting.submission_cell(notebook), output.name)
-    path = exporting.export(submission, output, profile.value)
+    path = exporting.export(submission, output, profile)
     print(f"wrote {path} ({len(submission.source.encode())} bytes, sha256 {submission.source_hash[:12]})")
 
 
@@ -185,7 +177,7 @@ def steps(
 @app.command()
 def judge(
     file: SubmissionArgument,
-    profile: ProfileOption = Profile.CONTEST,
+    profile: ProfileOption = "contest",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="also write the report here")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
 ) -> None:
@@ -215,7 +207,7 @@ def judge(
         from moe_lab import judge as judging
 
         try:
-            report = judging.judge(step or file, profile=profile.value, seed=seed, progress=progress)
+            report = judging.judge(step or file, profile=profile, seed=seed, progress=progress)
         except KeyboardInterrupt:
             print("interrupted: no verdict", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None

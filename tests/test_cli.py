@@ -54,7 +54,7 @@ def test_a_verdict_needs_no_open_streams_and_no_unicode(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     arguments = ("judge", str(path), "--profile", "open", "--json", str(report))
     assert run_main(*arguments, stdout=None, stderr=None, preexec_fn=close_all).returncode == 1
-    assert Report.load(report).verdict is Verdict.RUNTIME_ERROR
+    assert Report.model_validate_json(report.read_bytes()).verdict is Verdict.RUNTIME_ERROR
     done = run_main(*arguments, env=environment)
     assert done.returncode == 1
     assert "\\u2603" in done.stdout
@@ -96,10 +96,10 @@ def test_a_verdict_that_cannot_be_written_is_one_sentence_and_a_report(no_python
         *progress, last = done.stderr.splitlines()
         assert last == "moe-lab: the output cannot be written: No space left on device"
         assert progress[-1] == "compile_error: submission.py, line 3, column 14: invalid syntax"
-        assert Report.load(json_file).verdict is Verdict.COMPILE_ERROR
+        assert Report.model_validate_json(json_file.read_bytes()).verdict is Verdict.COMPILE_ERROR
         json_file.unlink()
         assert run_main(*arguments, stdout=full, stderr=full).returncode == 2
-        assert Report.load(json_file).verdict is Verdict.COMPILE_ERROR
+        assert Report.model_validate_json(json_file.read_bytes()).verdict is Verdict.COMPILE_ERROR
 
 
 @pytest.mark.parametrize(("limit", "says"), [("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")])

@@ -149,12 +149,11 @@ def _history_problem(group: Group, history: Sequence[Made], must_launch: bool) -
 
 def _spread(history: Sequence[Made]) -> str:
     """Whether the same input gave the same bits."""
-    spreads = []
-    for before, made in itertools.pairwise(history):
-        if made.call.change == "nothing":
-            rows = made.inputs.valid_rows
-            difference = (made.out[rows].float() - before.out[rows].float()).abs()
-            spreads.append(float(difference.nan_to_num(nan=0.0).max()))
+    spreads = [
+        float((made.out[rows].float() - before.out[rows].float()).abs().nan_to_num(nan=0.0).max())
+        for before, made in itertools.pairwise(history)
+        if made.call.change == "nothing" and len(rows := made.inputs.valid_rows)
+    ]
     if not spreads:
         return "not repeated"
     return "same bits" if max(spreads) == 0 else f"spread {max(spreads):.2e}"

@@ -411,24 +411,22 @@ def pattern_of(made: Made) -> str | None:
     Args:
         made: a call with wrong rows.
     """
-    wrong = made.comparison.wrong_rows
-    if not wrong.any():
-        return None
-    columns = _wrong_columns(made)
-    parts = [
-        None if wrong.all() else _rows_pattern(made.inputs, wrong),
-        None if columns.all() else _columns_pattern(torch.nonzero(columns).flatten()),
-    ]
+    wrong, columns = made.comparison.wrong_rows, _wrong_columns(made)
+    parts = [] if wrong.all() or not wrong.any() else [_rows_pattern(made.inputs, wrong)]
+    if wrong.any() and not columns.all():
+        listed = torch.nonzero(columns).flatten()
+        first, final = int(listed[0]), int(listed[-1])
+        whole = final - first + 1 == len(listed)
+        parts.append(f"columns {first} to {final} only" if whole else _residue("columns", listed))
     return ", ".join(part for part in parts if part) or None
 
 
 def _rows_pattern(inputs: Inputs, wrong: torch.Tensor) -> str | None:
-    layout, block = inputs.layout, inputs.layout.block
-    in_group = _in_group(inputs)
+    layout, block, in_group = inputs.layout, inputs.layout.block, _in_group(inputs)
     sizes = torch.tensor(layout.sizes, device=wrong.device)
     size = torch.repeat_interleave(sizes, sizes)
     last, in_block = in_group == size - 1, in_group % block
-    for name, rows in {
+    patterns = {
         "the last row of each group": last,
         "the last row of each full block of 128": in_block == block - 1,
         "the last valid row of each block": last | (in_block == block - 1),
@@ -438,20 +436,14 @@ def _rows_pattern(inputs: Inputs, wrong: torch.Tensor) -> str | None:
         "the last block of each group, the partly filled one": in_group >= size // block * block,
         "the upper half of each block, rows 64 to 127": in_block >= block // 2,
         "the lower half of each block, rows 0 to 63": in_block < block // 2,
-    }.items():
-        if torch.equal(rows, wrong):
-            return f"exactly {name}"
+    }
     experts = [expert for expert, _ in _experts(inputs, torch.nonzero(wrong).flatten())]
-    if int(sum(layout.sizes[expert] for expert in experts)) == int(wrong.sum()):
-        return f"exactly the rows of expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"
-    return _residue("rows", in_group[wrong])
-
-
-def _columns_pattern(columns: torch.Tensor) -> str | None:
-    first, final = int(columns[0]), int(columns[-1])
-    if final - first + 1 == len(columns):
-        return f"columns {first} to {final} only"
-    return _residue("columns", columns)
+    if sum(layout.sizes[expert] for expert in experts) == int(wrong.sum()):
+        named = f"the rows of expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"
+    else:
+        named = ""
+    named = next((name for name, rows in patterns.items() if torch.equal(rows, wrong)), named)
+    return f"exactly {named}" if named else _residue("rows", in_group[wrong])
 
 
 def _residue(what: str, values: torch.Tensor) -> str | None:

@@ -244,16 +244,15 @@ def variant_groups(seed: int) -> tuple[Group, ...]:
         seed: of the values.
     """
     rng = random.Random(seed)
-
-    def group(name: str, hidden: int, intermediate: int, garbage: Garbage, variant: Variant) -> Group:
-        return Group(name, hidden, intermediate, (Call(_STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
-
-    readings = [
-        group(name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
+    table: list[tuple[str, int, int, Garbage, Variant]] = [
+        (name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
         for name, variant in VARIANTS.items()
     ]
-    shapes = [group(f"hidden {h}, intermediate {i}", h, i, "noise", JUDGE_PROFILE) for h, i in _OTHER_SHAPES]
-    return (*readings, *shapes)
+    table += [(f"hidden {h}, intermediate {i}", h, i, "noise", JUDGE_PROFILE) for h, i in _OTHER_SHAPES]
+    return tuple(
+        Group(name, hidden, intermediate, (Call(_STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
+        for name, hidden, intermediate, garbage, variant in table
+    )
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
@@ -272,12 +271,11 @@ def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "
         return _fresh_inputs(group, call, device)
     if call.change == "nothing":
         return before
-    if call.change == "weights":
+    if call.change in ("weights", "routing"):
         fresh = _fresh_inputs(group, call, device)
-        return replace(before, **{name: getattr(fresh, name) for name in WEIGHTS})
-    if call.change == "routing":
+        if call.change == "weights":
+            return replace(before, **{name: getattr(fresh, name) for name in WEIGHTS})
         # The same raw rows in the same order, cut into groups elsewhere.
-        fresh = _fresh_inputs(group, call, device)
         fresh.stacked_expert_tokens[fresh.valid_rows] = before.stacked_expert_tokens[before.valid_rows]
         return replace(fresh, **{name: getattr(before, name) for name in (*WEIGHTS, "routed_expert_weights")})
     rows = before.layout.num_rows

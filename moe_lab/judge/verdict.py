@@ -10,12 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.submission import write_atomic
 
 
@@ -184,22 +183,6 @@ class Report(_Strict):
         """
         return write_atomic(path, self.to_json().encode())
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read a report back.
-
-        Raises:
-            SubmissionError: for a file that is missing or that does not follow the schema.
-        """
-        try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except OSError as error:
-            raise SubmissionError(f"{path} cannot be read: {error.strerror}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the top level"
-            raise SubmissionError(f"{path} is no report of this judge: {where}: {first['msg']}") from None
-
     def __rich__(self) -> RenderableType:
         """What ``rich`` prints."""
         return Group(*_parts(self))
@@ -256,8 +239,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
             style="dim",
         )
     if report.variants:
-        columns = (Column("open question", ratio=2), Column("robust", no_wrap=True), Column("what happens", ratio=3))
-        table = _table(*columns)
+        table = _table(Column("open question", ratio=2), "robust", Column("what happens", ratio=3))
         for variant in report.variants:
             table.add_row(variant.name, {True: "yes", False: "no", None: "?"}[variant.robust], variant.sentence)
         yield table
