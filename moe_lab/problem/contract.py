@@ -6,7 +6,6 @@ P padded rows; see ``data/README.md`` for where each fact comes from.
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -82,7 +81,7 @@ class Case:
         name: "case 1" to "case 3" for the contest's, anything for a small one.
         num_experts, hidden, intermediate: E, H and I, at least 1.
         num_tokens: N, raw rows after routing (tokens times top-k), at least 0.
-        warmup, iterations: timed calls of the contest for this case.
+        warmup, iterations: timed calls of the contest for this case; source: who says so.
     """
 
     name: str
@@ -92,6 +91,7 @@ class Case:
     num_tokens: int
     warmup: int = 5
     iterations: int = 20
+    source: str = ""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no kernel could be given."""
@@ -119,16 +119,9 @@ class _Cases(Mapping[int, Case]):
 
     @functools.cached_property
     def _read(self) -> dict[int, Case]:
-        path, found = data_dir() / "cases.csv", {}
-        with path.open(newline="", encoding="utf-8") as file:
-            for line, row in enumerate(csv.DictReader(file), start=2):
-                try:
-                    numbers = {column: int(text) for column, text in row.items() if column != "source"}
-                    number = numbers.pop("case")
-                    found[number] = Case(f"case {number}", **numbers)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise DataError(f"{path.name}, line {line}: got {row!r}, expected integers ({error})") from None
-        return found
+        from moe_lab.problem.tables import load
+
+        return dict(enumerate(load(data_dir() / "cases.csv", Case), start=1))
 
     def __getitem__(self, number: int) -> Case:
         if number not in self._read:
