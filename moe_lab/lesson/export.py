@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Cell tag and cell magic that mark the final cell.
 TAG = "submission"
-MAGIC = f"%%{TAG}"
 
 
 def submission_cell(notebook: str | os.PathLike[str]) -> str:
@@ -34,25 +33,24 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
     """
     path = Path(notebook)
     try:
-        document = json.loads(read_file(path))
-        cells = [cell for cell in document["cells"] if TAG in cell.get("metadata", {}).get("tags", [])]
+        cells = [
+            cell for cell in json.loads(read_file(path))["cells"] if TAG in cell.get("metadata", {}).get("tags", [])
+        ]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except FileNotFoundError:
         raise ExportError(f"got no file {path}, expected a notebook") from None
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ExportError(
-            f"{path} is no notebook, expected JSON with cells, usually because the save broke off"
-        ) from None
+        why = "expected JSON with cells, usually because the save broke off"
+        raise ExportError(f"{path} is no notebook, {why}") from None
     if len(sources) != 1:
         raise ExportError(
             f"got {len(sources)} code cells tagged '{TAG}' in {path}, expected exactly 1; set the tag in JupyterLab's "
             "property inspector (the gears at the top right)"
         )
-    source = sources[0]
-    if source.startswith(MAGIC):
-        source = source.partition("\n")[2]
+    first, _, rest = sources[0].partition("\n")
+    source = rest if first.startswith(f"%%{TAG}") else sources[0]
     if not source.strip():
         raise ExportError(f"got an empty cell tagged '{TAG}' in {path}, expected a whole submission")
     return source
@@ -76,15 +74,11 @@ def export(submission: Submission, target: str | os.PathLike[str], profile: Prof
 
     try:
         violations = [finding for finding in rules.check(submission, profile) if finding.level == "violation"]
-        if violations:
-            first = violations[0]
-            raise ExportError(
-                f"nothing was written: line {first.line}, column {first.column}: "
-                f"{rules.told(first.message, first.rule_id, len(violations) - 1)}"
-            )
-        return submission.save(target)
-    except ExportError:
-        raise
+        if not violations:
+            return submission.save(target)
+        first = violations[0]
+        said = rules.told(first.message, first.rule_id, len(violations) - 1)
+        raise ExportError(f"line {first.line}, column {first.column}: {said}")
     except MoeLabError as error:
         raise ExportError(f"nothing was written: {error}") from None
 
@@ -97,27 +91,19 @@ def load_ipython_extension(ipython: Any) -> None:
 def _submission_magic(line: str, cell: str) -> None:
     """``%%submission FILE``: write the cell to FILE, then judge that file and show the verdict."""
     from IPython.core.error import UsageError
+    from IPython.core.getipython import get_ipython
     from IPython.display import display
 
     from moe_lab.judge import judge
 
+    # IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have.
+    kernel = getattr(get_ipython(), "kernel", None)
+    typed = kernel.get_parent()["content"]["code"].partition("\n")[2] if kernel else cell
     target = Path(line.strip() or "submission.py")
     try:
-        path = export(Submission(_as_typed(cell), target.name), target)
-        written = Submission.from_file(path)
+        written = Submission.from_file(export(Submission(typed if typed + "\n" == cell else cell, target.name), target))
         handle = display({"text/plain": "judging ..."}, raw=True, display_id=True)
         report = judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
         handle.update(report)
     except MoeLabError as error:
         raise UsageError(str(error)) from None
-
-
-def _as_typed(cell: str) -> str:
-    """The cell's own bytes: IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have."""
-    from IPython.core.getipython import get_ipython
-
-    kernel = getattr(get_ipython(), "kernel", None)
-    if kernel is None:
-        return cell
-    typed = str(kernel.get_parent().get("content", {}).get("code", "")).partition("\n")[2]
-    return typed if typed + "\n" == cell else cell

@@ -7,15 +7,16 @@ import itertools
 import pytest
 import torch
 
+from moe_lab.lesson import exercises
 from moe_lab.lesson.exercises import EXERCISES, Exercise, check, of_notebook
-from moe_lab.problem.contract import ARGUMENTS
-from moe_lab.problem.errors import ExerciseError
+from moe_lab.problem.contract import ARGUMENTS, data_dir
+from moe_lab.problem.errors import DataError, ExerciseError
 
 EACH = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES.keys())
 MISTAKES = [
-    pytest.param(exercise, mistake, id=f"{exercise.key}-{number}")
+    pytest.param(exercise, name, id=f"{exercise.key}-{number}")
     for exercise in EXERCISES.values()
-    for number, mistake in enumerate(exercise.mistakes)
+    for number, name in enumerate(exercise.mistakes)
 ]
 
 
@@ -33,11 +34,11 @@ def test_untouched_gap_is_met_kindly(exercise: Exercise, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
-def test_usual_mistake_is_named(exercise: Exercise, mistake) -> None:
+def test_usual_mistake_is_named(exercise: Exercise, mistake: str) -> None:
     with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised") as caught:
-        check(exercise.key, exercise.run(mistake.code))
-    assert caught.value.mistake == mistake.name
-    assert str(caught.value).endswith(f". This is what comes out if {mistake.name}.")
+        check(exercise.key, exercise.run(exercise.mistakes[mistake]))
+    assert caught.value.mistake == mistake
+    assert str(caught.value).endswith(f". This is what comes out if {mistake}.")
     assert "\n" not in str(caught.value)
 
 
@@ -48,10 +49,8 @@ def test_is_complete_and_its_mistakes_differ(exercise: Exercise) -> None:
     assert exercise.answer in exercise.gap
     # The cell shows the gap, so the solution must start from the same lines.
     assert exercise.gap.splitlines()[0].split("=")[0] == exercise.solution.splitlines()[0].split("=")[0]
-    seen = [_behaviour(exercise, code) for code in (exercise.solution, *(m.code for m in exercise.mistakes))]
+    seen = [_behaviour(exercise, code) for code in (exercise.solution, *exercise.mistakes.values())]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
-    names = [mistake.name for mistake in exercise.mistakes]
-    assert len(set(names)) == len(names)
 
 
 def _behaviour(exercise: Exercise, code: str) -> str:
@@ -63,9 +62,7 @@ def _behaviour(exercise: Exercise, code: str) -> str:
 
 def test_every_other_argument_is_a_named_mistake() -> None:
     wrong = {argument.name for argument in ARGUMENTS} - {"routed_expert_weights"}
-    assert {mistake.code for mistake in EXERCISES["raw_argument"].mistakes} == {
-        f'raw_argument = "{name}"' for name in wrong
-    }
+    assert set(EXERCISES["raw_argument"].mistakes.values()) == {f'raw_argument = "{name}"' for name in wrong}
 
 
 def test_a_rule_that_refuses_a_cheat_is_no_catch_and_is_told() -> None:
@@ -154,5 +151,54 @@ def test_a_probe_cannot_be_spoilt_by_an_answer_that_edits_it(capsys: pytest.Capt
 
 
 def test_each_notebook_has_one_to_three_exercises() -> None:
-    for notebook in {exercise.notebook for exercise in EXERCISES.values()}:
-        assert 1 <= len(of_notebook(notebook)) <= 3
+    notebooks = [path.stem for path in (data_dir().parent / "notebooks").glob("*.ipynb")]
+    assert sum(len(of_notebook(notebook)) for notebook in notebooks) == len(EXERCISES)
+    assert all(1 <= len(of_notebook(notebook)) <= 3 for notebook in notebooks)
+
+
+ENTRY = """
+- key: k
+  kind: value
+  title: t
+  task: |
+    do
+  answer: x
+  gap: |
+    def x(a):
+        if a:
+            ...
+        return ...
+  fill:
+    - |
+      b = 1
+      a += b
+    - a
+  hints: [one, two, three]
+  mistakes:
+    - code: |
+        x = 2
+      name: two
+  lesson: l
+"""
+
+
+def test_a_fill_of_several_lines_stands_at_the_indentation_of_its_gap(tmp_path) -> None:
+    (tmp_path / "09_more.yaml").write_text(ENTRY)
+    (exercise,) = exercises._read(tmp_path / "09_more.yaml")
+    assert exercise.solution == "def x(a):\n    if a:\n        b = 1\n        a += b\n    return a"
+    assert (exercise.task, exercise.mistakes) == ("do", {"two": "x = 2"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("  kind: value\n", "  colour: red\n", "unexpected keyword argument 'colour'"),
+        ("  lesson: l\n", "", "'lesson'"),
+        ("    - a\n", "    - a\n    - b\n", "shorter|longer"),
+        ("title: t", "title: a: b", "mapping values are not allowed"),
+    ],
+)
+def test_a_broken_file_of_exercises_is_named(tmp_path, old: str, new: str, sentence: str) -> None:
+    (tmp_path / "09_more.yaml").write_text(ENTRY.replace(old, new))
+    with pytest.raises(DataError, match=rf"09_more.yaml: got .*({sentence})"):
+        exercises._read(tmp_path / "09_more.yaml")

@@ -119,7 +119,7 @@ def test_one_tagged_cell_becomes_task_gap_and_solution() -> None:
 
 def test_a_fold_survives_a_solution_with_blank_lines_and_angle_brackets() -> None:
     exercise = dataclasses.replace(EXERCISES["flops"], solution="a = 1 < 2\n\nb = a", lesson="so `a < b`, *nearly*")
-    fold = notebooks.solution_cell(exercise).split("\n\n")[-1]
+    fold = notebooks._cells(exercise, 1)[2].source.split("\n\n")[-1]
     assert "a = 1 &lt; 2\n<!-- -->\nb = a" in fold
     assert "so <code>a &lt; b</code>, <em>nearly</em>" in fold
 
@@ -234,7 +234,7 @@ def test_a_processor_is_not_named_and_a_gpu_is(kind: str, shown: str, monkeypatc
         _code("1", new_output("stream", name="stdout", text="on Chip 9000")),
         _code("2", new_output("display_data", data={"text/html": "<b>on Chip 9000</b>", "image/png": "AAAA"})),
     )
-    notebooks._forget_processor(notebook)
+    notebooks.without_processor(notebook)
     assert notebook.cells[0].outputs[0].text == shown
     assert notebook.cells[1].outputs[0].data == {"text/html": f"<b>{shown}</b>", "image/png": "AAAA"}
 
