@@ -15,13 +15,14 @@ import traceback
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from moe_lab.problem.contract import Profile
 from moe_lab.problem.errors import MoeLabError, SubmissionError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ProfileOption = Annotated[
-    Literal["contest", "open"],
+    Profile,
     typer.Option(
         "--profile",
         help="contest: every rule rejects, as in the contest; open: its rulings (no asynchronous copies, no device "

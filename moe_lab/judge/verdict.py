@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from moe_lab.problem.contract import Profile
 from moe_lab.problem.submission import write_atomic
 
 
@@ -140,7 +141,7 @@ class Report(_Strict):
     schema_version: int = 1  # raised when a field changes its meaning
     verdict: Verdict
     sentence: str  # the verdict in one sentence, with what to do about it
-    profile: Literal["contest", "open"]
+    profile: Profile
     submission: SubmissionReport
     judge_sha256: str  # of the judge's own sources
     device: str  # what the kernels ran on
