@@ -24,15 +24,6 @@ Quantity = Literal[
 ]  # fmt: skip
 Basis = Literal["specification", "measured", "observed"]
 
-#: What a row of ``device_figures.csv`` must exist for, or a tile could not be placed.
-_REQUIRED: dict[str, tuple[Quantity, ...]] = {
-    "gpu": (
-        "processors", "lanes", "shared_per_block_bytes", "shared_per_processor_bytes", "registers_per_processor",
-        "registers_per_thread", "threads_per_processor", "l2_bytes", "peak_fp16_tflops", "bandwidth_gbps",
-    ),
-    "cpu": ("processors", "peak_fp16_tflops", "bandwidth_gbps"),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -186,11 +177,13 @@ def devices() -> dict[str, Device]:
     unknown = {figure.device for figure in figures} - {row.name for row in rows}
     if unknown:
         raise DataError(f"device_figures.csv: got {', '.join(sorted(unknown))}, expected keys of devices.csv")
+    limits = [name for name, value in vars(Device).items() if isinstance(value, _Limit)]
     found: dict[str, Device] = {}
     for row in rows:
         own = tuple(figure for figure in figures if figure.device == row.name)
         known = {figure.quantity for figure in own if figure.basis == "specification"}
-        missing = [quantity for quantity in _REQUIRED[row.kind] if quantity not in known]
+        needed = ["peak_fp16_tflops", "bandwidth_gbps", *(limits if row.kind == "gpu" else ["processors"])]
+        missing = [quantity for quantity in needed if quantity not in known]
         if missing:
             raise DataError(f"device_figures.csv: {row.name} has no {', '.join(missing)}, expected its specification")
         found[row.name] = Device(**vars(row), figures=own)

@@ -81,9 +81,9 @@ def make_inputs(
     operator, with larger tokens; the contest's own scale is not published). Route weights are uniform in [0, 1).
 
     Args:
-        case: sizes; hidden and intermediate may be any positive integer.
-        sizes: valid rows of each expert, E integers that sum to ``case.num_tokens``; overrides ``distribution``.
-        distribution: how the sizes are drawn when not given, see :func:`group_sizes`.
+        case: E, N, and any positive H and I.
+        sizes: valid rows of each expert, E integers that sum to ``case.num_tokens``; by default drawn from
+            ``distribution``, see :func:`group_sizes`.
         variant: the reading of the contract.
         values: "normal", "large" (8x), "tiny" (1/256) or "mixed" (each row its own power of two).
         token_poison: what padding rows of the tokens hold: "nan", "large" (+-60000) or "zeros".

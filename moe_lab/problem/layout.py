@@ -115,8 +115,7 @@ class GroupedLayout:
 
         Args:
             choices: expert of each (token, k) pair, any shape, integers in [0, num_experts).
-            num_experts: E.
-            block, padding_rule: see the class.
+            num_experts, block, padding_rule: E, and see the class.
 
         Raises:
             ContractError: for a choice outside [0, num_experts).

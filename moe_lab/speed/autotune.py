@@ -55,9 +55,7 @@ class Tuned:
 def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[str, tuple[LiteralValue, ...]]:
     """The values to try for each literal, as the tile explorer offers them.
 
-    Args:
-        submission: whose literals.
-        names: only these; every literal with a choice by default, but for the block's rows, fixed by the contract.
+    By default every literal with a choice, but for the block's rows, which the contract fixes.
 
     Raises:
         ContractError: for a name that has no choice.
@@ -72,14 +70,7 @@ def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[s
 
 
 def why_not(submission: Submission, case: Case, sizes: Sequence[int], device: Device | None) -> str:
-    """Why a configuration cannot run on a device, without compiling it; empty if it fits or nothing is known.
-
-    Args:
-        submission: with its literals set.
-        case: the problem.
-        sizes: rows of each expert.
-        device: a GPU, or None on a CPU, which has no such limits.
-    """
+    """Why a configuration cannot run on a GPU, without compiling it; empty if it fits, or on a CPU (None)."""
     kernels = tiles.fit(tiles.resources(submission, case, sizes), device).kernels if device else ()
     return "; ".join(reason for kernel in kernels for reason in kernel.reasons)
 
@@ -209,12 +200,7 @@ def _load(submission: Submission) -> None:
 
 
 def tuned(submission: Submission, case: Case) -> Submission:
-    """A submission with the literals that :func:`tune` found for this device, versions, source and shape, if it did.
-
-    Args:
-        submission: the source that was tuned.
-        case: the shape; the number of rows does not matter, only E, H and I do.
-    """
+    """A submission with what :func:`tune` found for this device, these versions, this source and E, H and I, if it did."""
     try:
         values = _read()[_key(submission, case)]["values"]
         return submission.with_literals(

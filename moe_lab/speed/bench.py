@@ -82,15 +82,11 @@ def run(
 
     Args:
         cases: contest cases; all three on a GPU by default. A CPU takes none: it runs :data:`CPU_CASE`.
-        routing: name of a recorded routing, see ``data/routings``.
-        seed: of the inputs.
+        routing, seed: name of a recorded routing, see ``data/routings``, and seed of the inputs.
         steps: names of steps; by default all that are meant for this device.
         rounds: timed calls of each candidate; 25 on a GPU and 5 on a CPU by default.
         folder: where the record goes, ``data/measurements`` by default.
         say: gets one line at a time.
-
-    Returns:
-        The recorded rows.
 
     Raises:
         ContractError: for a case on a CPU, or a case or a routing that does not exist.
@@ -209,8 +205,7 @@ def time_case(
     """Time rungs, peers and roofs in turns on one case, and check every output before and after.
 
     Args:
-        case: the problem.
-        sizes: rows of each expert.
+        case, sizes: the problem and the rows of each expert.
         seed: of the first input set.
         rungs: what is ours, by the name that the record gets.
         rounds: timed calls of each.

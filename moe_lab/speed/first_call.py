@@ -47,8 +47,7 @@ def first_calls(
 
     Args:
         submission: whose ``run_kernel``.
-        case: sizes.
-        sizes: rows of each expert, which sum to ``case.num_tokens``.
+        case, sizes: the problem, and rows of each expert, which sum to ``case.num_tokens``.
         calls: of each process, at least 1.
         say: told what is being done.
 

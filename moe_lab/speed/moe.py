@@ -190,25 +190,18 @@ class MoE(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Route every token to its experts and add their results.
 
-        Args:
-            tokens: (..., H) fp16, on the device of the weights.
-
-        Returns:
-            (..., H) fp16.
+        Both are (..., H) in fp16, on the device of the weights.
 
         Raises:
             ContractError: for another type, last dimension, dtype or device.
             BackendError: if this machine cannot run TileLang.
         """
         hidden = self.router_w.shape[1]
+        expected = f"expected a tensor (..., {hidden}) torch.float16"
         if not isinstance(tokens, torch.Tensor):
-            raise ContractError(
-                f"got tokens of type {type(tokens).__name__}, expected a tensor (..., {hidden}) torch.float16"
-            )
+            raise ContractError(f"got tokens of type {type(tokens).__name__}, {expected}")
         if tokens.shape[-1:] != (hidden,) or tokens.dtype != torch.float16:
-            raise ContractError(
-                f"got tokens {tuple(tokens.shape)} {tokens.dtype}, expected (..., {hidden}) torch.float16"
-            )
+            raise ContractError(f"got tokens {tuple(tokens.shape)} {tokens.dtype}, {expected}")
         if tokens.device != self.router_w.device:
             raise ContractError(f"got tokens on {tokens.device}, expected {self.router_w.device} as the weights")
         _check_runs_here(tokens.device)

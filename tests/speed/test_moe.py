@@ -83,7 +83,7 @@ def test_what_is_no_tensor_no_layout_or_no_experts_is_named():
     flat = Experts(experts.gate_w[0], experts.up_w, experts.down_w)
     for call, says in (
         (lambda: layer([[0.0] * 64]), "got tokens of type list"),
-        (lambda: layer(torch.tensor(1.0).half()), r"got tokens \(\) torch.float16, expected \(..., 64\)"),
+        (lambda: layer(torch.tensor(1.0).half()), r"got tokens \(\) torch.float16, expected a tensor \(..., 64\)"),
         (lambda: moe_lab.fused_moe([], experts, weights, layout), "got stacked_tokens of type list"),
         (lambda: moe_lab.fused_moe(tokens, (1, 2, 3), weights, layout), "got experts of type tuple"),
         (lambda: moe_lab.fused_moe(tokens, flat, weights, layout), r"got gate_w \(64, 64\), expected \(E, I, H\)"),
