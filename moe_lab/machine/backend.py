@@ -135,7 +135,8 @@ def _usable_cache_dir() -> None:
         os.environ["TILELANG_CACHE_DIR"] = other
 
 
-def _version(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Version of an installed package, None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +153,7 @@ def versions(*more: str) -> dict[str, str]:
 
     found = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
     for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython", *more):
-        version = _version(name)
+        version = installed(name)
         if version is None and name == "tilelang" and importlib.util.find_spec("tilelang"):
             version = str(importlib.import_module("tilelang").__version__)
         if version is not None:
@@ -249,12 +250,12 @@ def doctor() -> list[Check]:
 
 
 def _package(name: str, remedy: str, required: bool = True) -> Check:
-    version = _version(name)
+    version = installed(name)
     return Check(name, version is not None, version or "not installed", remedy, required)
 
 
 def _tilelang_checks() -> list[Check]:
-    tilelang, ffi = _version("tilelang"), _version("apache-tvm-ffi")
+    tilelang, ffi = installed("tilelang"), installed("apache-tvm-ffi")
     if tilelang is None and importlib.util.find_spec("tilelang") is None:
         return [Check("tilelang", False, "not installed", "`pip install tilelang==0.1.15 apache-tvm-ffi==0.1.12`")]
     checks = [Check("tilelang", True, tilelang or "from a source tree")]

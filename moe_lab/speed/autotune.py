@@ -200,7 +200,7 @@ def _load(submission: Submission) -> None:
 
 
 def tuned(submission: Submission, case: Case) -> Submission:
-    """A submission with what :func:`tune` found for this device, these versions, this source and E, H and I, if it did."""
+    """A submission with what :func:`tune` found for this device, these versions, this source, E, H and I, if it did."""
     try:
         values = _read()[_key(submission, case)]["values"]
         return submission.with_literals(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moe_lab.machine import backend
 from moe_lab.problem.inputs import Inputs
 
 Call = Callable[[], torch.Tensor]
@@ -37,11 +36,7 @@ class Peer:
         """Why it cannot be measured here; empty if it can be tried."""
         if self.needs_gpu and not has_gpu:
             return "needs a CUDA GPU"
-        try:
-            importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return f"not installed (`pip install {self.package}`)"
-        return ""
+        return "" if backend.installed(self.package) else f"not installed (`pip install {self.package}`)"
 
 
 @functools.lru_cache(maxsize=8)

@@ -602,7 +602,7 @@ def test_doctor_finds_a_gpu_and_compiles_for_it() -> None:
 
 def test_doctor_knows_pairs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"tilelang": "0.1.10", "apache-tvm-ffi": "0.1.12"}
-    monkeypatch.setattr(backend, "_version", installed.get)
+    monkeypatch.setattr(backend, "installed", installed.get)
     checks = {check.name: check for check in backend._tilelang_checks()}
     assert not checks["apache-tvm-ffi"].ok
     assert "0.1.11" in checks["apache-tvm-ffi"].remedy
