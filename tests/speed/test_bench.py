@@ -188,27 +188,13 @@ def test_a_wrong_result_is_left_out_with_its_place():
 
 def rows_of(run, case, ours_ms, peer_ms, device="NVIDIA H200", routing="multinomial-0"):
     done = work(case).whole
-    common = {
-        "run": run,
-        "recorded_at": "2026-11-29T00:00:00+00:00",
-        "device": device,
-        "driver": "1",
-        "versions": "x=1",
-        "case": case.name,
-        "num_experts": case.num_experts,
-        "hidden": case.hidden,
-        "intermediate": case.intermediate,
-        "num_tokens": case.num_tokens,
-        "routing": routing,
-        "seed": 0,
-        "cache": "cold",
-        "rounds": 9,
-    }
 
     def row(kind, name, time_ms, flops, moved, source_hash=None):
         return Measurement(
-            **common, kind=kind, name=name, source_hash=source_hash, median_ms=time_ms, low_ms=time_ms,
-            high_ms=time_ms, flops=flops, bytes=moved, error=None,
+            run=run, recorded_at="2026-11-29T00:00:00+00:00", device=device, driver="1", versions="x=1", kind=kind,
+            name=name, source_hash=source_hash, case=case.name, num_experts=case.num_experts, hidden=case.hidden,
+            intermediate=case.intermediate, num_tokens=case.num_tokens, routing=routing, seed=0, cache="cold", rounds=9,
+            median_ms=time_ms, low_ms=time_ms, high_ms=time_ms, flops=flops, bytes=moved, error=None,
         )  # fmt: skip
 
     return [
