@@ -2,7 +2,7 @@
 
 Each expression has a set of marks: a library's dotted name (``tilelang.language.Pipelined``, ``builtins.len``), the
 argument of ``run_kernel`` whose values it carries (``@out``, or ``@fresh`` for a new tensor), a constant (``=2``), a
-function of the file (``def:3``), a container that outlives the call (``store:CACHE``) or ``identity`` for what tells
+function of the file (``def:3``), a container that outlives the call (``store:CACHE``) or ``identity:`` for what tells
 one tensor from another. Marks flow through assignments, containers, arguments and results of the file's own
 functions, a few rounds over the whole file; no branch and no order is followed. So a mark says what a name *may* be:
 what a kernel really does is read from what TileLang makes of it.
@@ -35,23 +35,14 @@ _CONTAINERS = (ast.Dict, ast.List, ast.Set)
 
 @dataclass(eq=False)
 class Scope:
-    """The module or one function.
-
-    Attributes:
-        node: the module, function or lambda.
-        parent: the enclosing scope; None for the module.
-        number: of the function in the file.
-        names: the marks of each name that is bound here.
-        globals: names that a ``global`` statement hands to the module.
-        returned: the expressions that a call may give.
-    """
+    """The module or one function."""
 
     node: ast.Module | Function
-    parent: Scope | None
-    number: int = 0
-    names: dict[str, Marks] = field(default_factory=dict)
-    globals: set[str] = field(default_factory=set)
-    returned: list[ast.expr] = field(default_factory=list)
+    parent: Scope | None  # None for the module
+    number: int = 0  # of the function in the file
+    names: dict[str, Marks] = field(default_factory=dict)  # that are bound here
+    globals: set[str] = field(default_factory=set)  # names that a ``global`` statement hands to the module
+    returned: list[ast.expr] = field(default_factory=list)  # what a call may give
 
     def chain(self) -> Iterator[Scope]:
         """This scope and those around it."""
@@ -62,8 +53,7 @@ class Scope:
 
     def owner(self, name: str) -> Scope | None:
         """The scope that binds a name seen from here; None for a built-in or an unknown name."""
-        *inner, module = self.chain()
-        homes = [module] if name in self.globals else [*inner, module]
+        homes = [*self.chain()][-1 if name in self.globals else 0 :]
         return next((scope for scope in homes if name in scope.names), None)
 
 
@@ -72,41 +62,29 @@ class Names:
 
     Args:
         tree: the parsed module; it is not changed.
-
-    Attributes:
-        nodes: every node with the scope that evaluates it, in source order.
-        scopes: the scope of the module and of each function.
-        annotated: every node of an annotation, which nobody evaluates or TileLang does.
-        kernels: scopes that TileLang traces and the sandbox leaves alone.
     """
 
     def __init__(self, tree: ast.Module) -> None:
         self.module = Scope(tree, None)
-        self.nodes: list[tuple[ast.AST, Scope]] = []
+        self.nodes: list[tuple[ast.AST, Scope]] = []  # every node with the scope that evaluates it, in source order
         self.scopes: dict[ast.AST, Scope] = {tree: self.module}
-        self.annotated: set[ast.AST] = set()
+        self.annotated: set[ast.AST] = set()  # nodes of annotations, which nobody evaluates or TileLang does
         self._functions: list[Scope] = []
         self._flows: list[tuple[Scope, str, ast.AST, Scope]] = []
-        self._calls: list[tuple[ast.Call, Scope]] = []
         self._marks: dict[ast.AST, Marks] = {}
-        self._walk(tree)
-        self._flow()
-        self.kernels = self._find_kernels()
-
-    # -- scopes and bindings -----------------------------------------------------------------------------------------
-
-    def _walk(self, tree: ast.Module) -> None:
         stack: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
         while stack:
             node, scope = stack.pop()
             self.nodes.append((node, scope))
             self._bind(node, scope)
-            if isinstance(node, Function):
-                stack += reversed([*self._enter(node, scope)])
-            else:
-                if isinstance(node, ast.AnnAssign):
-                    self.annotated.update(ast.walk(node.annotation))
-                stack += reversed([(child, scope) for child in ast.iter_child_nodes(node)])
+            stack += reversed([*(self._enter(node, scope) if isinstance(node, Function) else _inside(node, scope))])
+            annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
+            if annotation is not None:
+                self.annotated.update(ast.walk(annotation))
+        self._flow()
+        self.kernels = self._find_kernels()  # scopes that TileLang traces and the sandbox leaves alone
+
+    # -- scopes and bindings -----------------------------------------------------------------------------------------
 
     def _enter(self, node: Function, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
         inner = self.scopes[node] = Scope(node, scope, len(self._functions))
@@ -118,20 +96,18 @@ class Names:
         for parameter in parameters(node):
             inner.names[parameter.arg] = frozenset({f"@{parameter.arg}"}) if entry else _NONE
             yield parameter, inner
-        for name, default in defaults(node).items():
-            self._flows.append((inner, name, default, scope))
-            if isinstance(default, _CONTAINERS):
-                inner.names[name] |= {f"store:{name}"}
-        annotations = [parameter.annotation for parameter in parameters(node)] + [getattr(node, "returns", None)]
-        for annotation in filter(None, annotations):
-            self.annotated.update(ast.walk(annotation))
+        positional = [*arguments.posonlyargs, *arguments.args]
+        pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
+        for parameter, default in [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]:
+            if default is not None:
+                self._bind_target(ast.Name(parameter.arg), default, inner, scope)
+                self._add_store(parameter.arg, default, inner)
         if isinstance(node, ast.Lambda):
             inner.returned.append(node.body)
             yield node.body, inner
-            return
-        if node.returns is not None:
-            yield node.returns, scope
-        yield from ((child, inner) for child in node.body)
+        else:
+            yield from ((child, scope) for child in filter(None, [node.returns]))
+            yield from ((child, inner) for child in node.body)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         match node:
@@ -139,10 +115,9 @@ class Names:
                 for alias in names:
                     root = alias.name if alias.asname else alias.name.partition(".")[0]
                     self._add(scope, alias.asname or root, root)
-            case ast.ImportFrom(names=names):
+            case ast.ImportFrom(names=names, module=module, level=level):
                 for alias in names:
-                    base = "." * node.level + (node.module or "")
-                    self._add(scope, alias.asname or alias.name, f"{base}.{alias.name}")
+                    self._add(scope, alias.asname or alias.name, f"{'.' * level}{module or ''}.{alias.name}")
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 self._add(scope, name, f"def:{len(self._functions)}")
             case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
@@ -152,55 +127,57 @@ class Names:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
                     self._bind_target(target, value, scope)
-                    if scope is self.module and isinstance(target, ast.Name) and isinstance(value, _CONTAINERS):
-                        self._add(scope, target.id, f"store:{target.id}")
-            case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
-                self._bind_target(target, value, scope)
-            case ast.AugAssign(target=ast.Name() as target):
-                self._bind_target(target, ast.BinOp(target, node.op, node.value), scope)
-            case ast.For(target=target, iter=value) | ast.AsyncFor(target=target, iter=value):
-                self._bind_target(target, value, scope)
-            case ast.comprehension(target=target, iter=value):
-                self._bind_target(target, value, scope)
-            case ast.withitem(optional_vars=ast.expr() as target, context_expr=value):
+                    if scope is self.module and isinstance(target, ast.Name):
+                        self._add_store(target.id, value, scope)
+            case ast.AugAssign(target=ast.Name() as target, op=op, value=value):
+                self._bind_target(target, ast.BinOp(target, op, value), scope)
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as value)
+                | ast.NamedExpr(target=target, value=value)
+                | ast.For(target=target, iter=value)
+                | ast.AsyncFor(target=target, iter=value)
+                | ast.comprehension(target=target, iter=value)
+                | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
+            ):
                 self._bind_target(target, value, scope)
             case ast.Return(value=ast.expr() as value):
                 scope.returned.append(value)
-            case ast.Call():
-                self._calls.append((node, scope))
 
     def _add(self, scope: Scope, name: str, *marks: str) -> None:
         home = self.module if name in scope.globals else scope
         home.names[name] = home.names.get(name, _NONE) | set(marks)
 
-    def _bind_target(self, target: ast.AST, value: ast.expr, scope: Scope) -> None:
+    def _add_store(self, name: str, value: ast.AST, scope: Scope) -> None:
+        if isinstance(value, _CONTAINERS):
+            self._add(scope, name, f"store:{name}")
+
+    def _bind_target(self, target: ast.AST, value: ast.expr, scope: Scope, origin: Scope | None = None) -> None:
         if isinstance(target, ast.Name):
             self._add(scope, target.id)
-            self._flows.append((self.module if target.id in scope.globals else scope, target.id, value, scope))
+            home = self.module if target.id in scope.globals else scope
+            self._flows.append((home, target.id, value, origin or scope))
         elif isinstance(target, (ast.Tuple, ast.List)):
             given: list[ast.expr] = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
             pairs = len(given) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts + given)
-            for index, item in enumerate(target.elts):
-                self._bind_target(item, given[index] if pairs else value, scope)
+            for item, part in zip(target.elts, given if pairs else [value] * len(target.elts), strict=True):
+                self._bind_target(item, part, scope)
         elif isinstance(target, ast.Starred):
             self._bind_target(target.value, value, scope)
 
     # -- marks -------------------------------------------------------------------------------------------------------
 
     def _flow(self) -> None:
-        flows = self._flows
-        for _ in range(_ROUNDS):
-            self._marks = {}
-            before = sum(len(marks) for scope in self.scopes.values() for marks in scope.names.values())
-            for home, name, value, scope in flows:
-                home.names[name] = _few(home.names[name] | self.marks(value, scope))
-            for call, scope in self._calls:
-                for function in self._called(self.marks(call.func, scope)):
-                    for name, value in _given(function.node, call):
-                        function.names[name] = _few(function.names[name] | self.marks(value, scope))
-            after = sum(len(marks) for scope in self.scopes.values() for marks in scope.names.values())
-            if before == after:
-                break
+        calls = [(node, scope) for node, scope in self.nodes if isinstance(node, ast.Call)]
+        rounds, changed = 0, True
+        while changed and rounds < _ROUNDS:
+            self._marks, rounds, changed = {}, rounds + 1, False
+            given = [(function, name, value, scope) for call, scope in calls
+                     for function in self._called(self.marks(call.func, scope))
+                     for name, value in _given(function.node, call)]  # fmt: skip
+            for home, name, value, scope in [*self._flows, *given]:
+                known = home.names[name]
+                home.names[name] = _few(known | self.marks(value, scope))
+                changed |= home.names[name] != known
         self._marks = {}
 
     def _called(self, marks: Marks) -> list[Scope]:
@@ -214,22 +191,21 @@ class Names:
         return self._marks[node]
 
     def _marks_of(self, node: ast.AST, scope: Scope) -> Marks:
-        def of(*nodes: ast.AST | None) -> Marks:
-            return _NONE.union(*(self.marks(inner, scope) for inner in nodes if inner is not None))
+        def of(*nodes: ast.AST) -> Marks:
+            return _NONE.union(*(self.marks(inner, scope) for inner in nodes))
 
         match node:
-            case ast.Constant(value=value):
-                short = isinstance(value, (int, float)) or (isinstance(value, str) and len(value) < 40)
-                return frozenset({f"={value}"}) if short else _NONE
+            case ast.Constant(value=int() | float() | str() as value) if len(str(value)) < 40:
+                return frozenset({f"={value}"})
             case ast.Name(id=name):
                 owner = scope.owner(name)
                 return frozenset({f"builtins.{name}"}) if owner is None else owner.names[name]
             case ast.Attribute(value=value, attr=attribute):
                 marks = of(value)
-                dotted = {f"{mark}.{attribute}" for mark in marks if is_library(mark) and mark.count(".") < _MAX_DOTS}
+                dotted = (f"{mark}.{attribute}" for mark in marks if is_library(mark) and mark.count(".") < _MAX_DOTS)
                 # torch that is reached through tilelang is torch.
-                dotted = {re.sub(r"^tilelang\.(.*\.)?torch(?=\.|$)", "torch", name) for name in dotted}
-                return dotted | (carried(marks) if attribute not in _FACTS else _NONE)
+                found = frozenset(re.sub(r"^tilelang\.(.*\.)?torch(?=\.|$)", "torch", name) for name in dotted)
+                return found | (carried(marks) if attribute not in _FACTS else _NONE)
             case ast.Subscript(value=value):
                 return frozenset(mark for mark in of(value) if not mark.startswith("store:"))
             case ast.BinOp(left=left, right=right):
@@ -240,29 +216,27 @@ class Names:
                 return of(left, right)
             case ast.NamedExpr(value=value) | ast.Starred(value=value):
                 return of(value)
-            case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
+            case ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
                 return of(*values)
-            case ast.Dict(values=values):
+            case ast.BoolOp(values=values) | ast.Dict(values=values):
                 return of(*values)
             case ast.Lambda():
                 return frozenset({f"def:{self.scopes[node].number}"})
-            case ast.Call():
-                return self._result(node, scope)
+            case ast.Call(func=function, args=arguments):
+                return self._result(function, of(function), of(*arguments))
         return _NONE
 
-    def _result(self, node: ast.Call, scope: Scope) -> Marks:
+    def _result(self, function: ast.expr, known: Marks, given: Marks) -> Marks:
         """The marks of what a call gives."""
-        known = self.marks(node.func, scope)
-        found = {mark for function in self._called(known) for value in function.returned
-                 for mark in self.marks(value, function)}  # fmt: skip
+        found = _NONE.union(*(self.marks(value, own) for own in self._called(known) for value in own.returned))
         if any(_CREATES.fullmatch(mark) for mark in known):
-            return frozenset({*found, "@fresh"})
+            return found | {"@fresh"}
         if any(mark.startswith("torch.") for mark in known):
-            return carried(_NONE.union(*(self.marks(argument, scope) for argument in node.args))) | found
-        last = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if last in _IDENTITY or any("identity" in self.marks(argument, scope) for argument in node.args):
-            found.add("identity")
-        return frozenset(found) if last in ("item", "tolist") else carried(known) | found
+            return found | carried(given)
+        last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if last in _IDENTITY or "identity:" in given:
+            found |= {"identity:"}
+        return found if last in ("item", "tolist") else found | carried(known)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -283,8 +257,8 @@ class Names:
 
     def _find_kernels(self) -> set[Scope]:
         """Bodies of prim_funcs and macros, and jit functions that open a T.Kernel and hold no prim_func."""
-        opens = {outer for call, scope in self._calls if "Kernel" in self.tilelang(call.func, scope)
-                 for outer in scope.chain()}  # fmt: skip
+        opens = {outer for node, scope in self.nodes if isinstance(node, ast.Call)
+                 and "Kernel" in self.tilelang(node.func, scope) for outer in scope.chain()}  # fmt: skip
         known = {
             scope: {name for _, names in self.decorators(scope.node, scope.parent or scope) for name in names}
             for scope in self._functions
@@ -300,7 +274,7 @@ class Names:
 
 def is_library(mark: str) -> bool:
     """Whether a mark is the name of a library or of a part of it."""
-    return mark[0] not in "@=" and ":" not in mark and mark != "identity"
+    return mark[0] not in "@=" and ":" not in mark
 
 
 def carried(marks: Marks) -> Marks:
@@ -315,22 +289,15 @@ def parameters(function: Function) -> list[ast.arg]:
     return [parameter for parameter in listed if parameter is not None]
 
 
-def defaults(function: Function) -> dict[str, ast.expr]:
-    """Default values by parameter."""
-    arguments = function.args
-    positional = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) or None :]
-    pairs = [*zip(positional, arguments.defaults, strict=False)]
-    pairs += [(p, d) for p, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
-    return {parameter.arg: default for parameter, default in pairs}
+def _inside(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
+    return ((child, scope) for child in ast.iter_child_nodes(node))
 
 
-def _given(function: ast.AST, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+def _given(function: Function | ast.Module, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     """What a call may give each parameter; ``*values`` may give it to every one that follows."""
-    assert isinstance(function, Function)
-    names = [parameter.arg for parameter in [*function.args.posonlyargs, *function.args.args]]
+    known = [parameter.arg for parameter in parameters(function)] if isinstance(function, Function) else []
     for index, value in enumerate(call.args):
-        yield from ((name, value) for name in names[index : None if isinstance(value, ast.Starred) else index + 1])
-    known = {parameter.arg for parameter in parameters(function)}
+        yield from ((name, value) for name in known[index : None if isinstance(value, ast.Starred) else index + 1])
     yield from ((word.arg, word.value) for word in call.keywords if word.arg in known)
 
 

@@ -4,7 +4,7 @@ The rules are data (``data/rules.json``: sentence, reason, remedy, source, confi
 names that break it). Everything that a file uses is spelled as one dotted name: ``torch.matmul``, ``any.__class__``,
 ``tensor.item``, ``import.os``, ``syntax.Match``, ``option.num_stages=2``. This module spells a text's names, and the
 sandbox those of the values that it meets; both look them up in the same table. What a kernel launches is not read
-here: see :func:`moe_lab.judge.kernels.rulings`.
+here: see :func:`moe_lab.judge.rulings.rulings`.
 
 A finding is a violation, which rejects the file, or advice. Where the sources are silent, or the text alone cannot
 decide, a finding is advice.
@@ -15,11 +15,12 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter
 
 from moe_lab.judge.names import Names, Scope, carried, parameters
 from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, data_dir
@@ -33,91 +34,81 @@ Confidence = Literal["stated", "reported", "observed", "inferred"]
 
 #: Kinds that only the contest enforces: under the open profile they are advice.
 CONTEST_ONLY: frozenset[str] = frozenset({"ruling", "limit"})
-_ENTRY_NAMES = tuple(argument.name for argument in ARGUMENTS)
+#: What the annotation of a prim_func's parameter is made of.
+_ANNOTATION = (
+    ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.keyword, ast.Load, ast.BinOp, ast.Add, ast.Sub,
+    ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UnaryOp, ast.USub,
+)  # fmt: skip
+Text = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Find:
+    """Names that break a rule, and what is said of them."""
+
+    name: str  # a pattern; <words> stands for one of a list of words
+    says: str  # with {name}, its {last} part, the {value} of an option, or the {text} of the place
+    where: Literal["host", "kernel"] | None = None  # nothing: everywhere
+    level: Literal["advice"] | None = None  # nothing: the rule's own
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule, as a contestant reads it.
+    """One rule, as a contestant reads it."""
 
-    Attributes:
-        id: short name, for ``moe-lab explain``.
-        kind: "sandbox" and "contract" hold everywhere; "ruling" and "limit" are the contest's and become advice under
-            the open profile.
-        level: what a certain breach is.
-        sentence: what the rule says.
-        why: why it exists.
-        fix: what to do.
-        source: where it is known from.
-        confidence: "stated" by the organisers' page or guide, "reported" from the organisers by contestants,
-            "observed" on the judge, or "inferred".
-        where: where the examples go: "module", "run_kernel", "prim_func", or "file" for a whole file.
-        bad, good: examples.
-        finds: names that break it: a pattern, what is said, where it holds if not everywhere, its level if another.
-    """
-
-    id: str
-    kind: Kind
-    level: Level
-    sentence: str
-    why: str
-    fix: str
-    source: str
-    confidence: Confidence
-    where: Literal["module", "run_kernel", "prim_func", "file"]
-    bad: str
-    good: str
-    finds: tuple[dict[str, str], ...]
+    id: Text  # short name, for ``moe-lab explain``
+    kind: Kind  # "sandbox" and "contract" hold everywhere; "ruling" and "limit" are the contest's
+    level: Level  # what a certain breach is
+    sentence: Text  # what the rule says
+    why: Text
+    fix: Text
+    source: Text  # where it is known from
+    confidence: Confidence  # stated or reported by whom: see data/README.md
+    where: Literal["module", "run_kernel", "prim_func", "file"]  # where the examples go
+    bad: Text
+    good: Text
+    finds: tuple[Find, ...]  # none for a rule about the shape of a file
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a file breaks a rule, or may.
-
-    Attributes:
-        rule_id: the rule.
-        level: "violation" rejects the file, "advice" does not.
-        message: what was found, then the rule's sentence.
-        line, column: position in the file, from 1.
-    """
+    """One place where a file breaks a rule, or may."""
 
     rule_id: str
-    level: Level
-    message: str
-    line: int
+    level: Level  # "violation" rejects the file, "advice" does not
+    message: str  # what was found, then the rule's sentence
+    line: int  # in the file, from 1, as the column
     column: int
 
 
-def _read() -> tuple[dict[str, list[str]], dict[str, Rule]]:
+@dataclass(frozen=True)
+class _Policy:
+    words: dict[str, list[str]]
+    rules: list[Rule]
+
+
+def _read() -> _Policy:
     path = data_dir() / "rules.json"
-    allowed = {"kind": get_args(Kind), "level": get_args(Level), "confidence": get_args(Confidence)}
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        for row in table["rules"]:
-            texts = [text for name, text in row.items() if name != "finds"]
-            if list(row) != [item.name for item in fields(Rule)] or not all(texts):
-                raise DataError(f"{path.name}: got {row}, expected the columns of a rule, no text of them empty")
-            for column, values in allowed.items():
-                if row[column] not in values:
-                    raise DataError(f"{path.name}, rule {row['id']}: got {column} {row[column]!r}, expected {values}")
-        return {name: " ".join(lines).split() for name, lines in table["words"].items()}, {
-            row["id"]: Rule(**{**row, "finds": tuple(row["finds"])}) for row in table["rules"]
-        }
-    except (OSError, ValueError, KeyError) as error:
+        return TypeAdapter(_Policy).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-#: Lists of words by name, and every rule by id, in the order of ``data/rules.json``.
-WORDS, RULES = _read()
+_POLICY = _read()
+#: Lists of words by name.
+WORDS = {name: " ".join(lines).split() for name, lines in _POLICY.words.items()}
+#: Every rule by id, in the order of ``data/rules.json``.
+RULES = {rule.id: rule for rule in _POLICY.rules}
 _PATTERNS = [
-    (re.compile(re.sub(r"<(\w+)>", lambda found: "|".join(WORDS[found[1]]), find["name"])), rule, find)
-    for rule in RULES.values()
+    (re.compile(re.sub(r"<(\w+)>", lambda found: "|".join(WORDS[found[1]]), find.name)), rule, find)
+    for rule in _POLICY.rules
     for find in rule.finds
 ]
 
 
 @functools.lru_cache(1 << 16)
-def broken(name: str, where: str) -> tuple[tuple[Rule, dict[str, str]], ...]:
+def broken(name: str, where: str) -> tuple[tuple[Rule, Find], ...]:
     """The rules that the use of a name breaks.
 
     Args:
@@ -132,15 +123,21 @@ def broken(name: str, where: str) -> tuple[tuple[Rule, dict[str, str]], ...]:
     """
     return tuple(
         (rule, find) for pattern, rule, find in _PATTERNS
-        if find.get("where", where) == where and pattern.fullmatch(name)
+        if find.where in (None, where) and pattern.fullmatch(name)
     )  # fmt: skip
 
 
-def message(rule: Rule, find: dict[str, str], name: str, text: str = "") -> str:
-    """What is said of a name that breaks a rule, then the rule's sentence."""
-    last = name.rpartition(".")[2]
+def what(find: Find, name: str, text: str = "") -> str:
+    """What is said of a name that breaks a rule.
+
+    Args:
+        find: from :func:`broken`.
+        name: as it was looked up.
+        text: of the place that uses it.
+    """
     name = name.removeprefix("import.")
-    return f"{find['says'].format(name=name, last=last, value=name.rpartition('=')[2], text=text)}. {rule.sentence}"
+    last, value = name.rpartition(".")[2], name.rpartition("=")[2]
+    return find.says.format(name=name, last=last, value=value, text=text)
 
 
 def explain(rule_id: str | None = None) -> str:
@@ -224,8 +221,8 @@ class _Checker:
             where = "kernel" if scope in self.names.kernels else "host"
             for name, place, sure in self._spelled(node, scope):
                 for rule, find in broken(name, where):
-                    text = _text(place) if "{text}" in find["says"] else ""
-                    self.add(rule.id, place, message(rule, find, name, text), sure and "level" not in find)
+                    text = _text(place) if "{text}" in find.says else ""
+                    self.found(rule.id, place, what(find, name, text), sure=sure and find.level is None)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._function(node, scope)
             self._kept(node, scope)
@@ -235,9 +232,6 @@ class _Checker:
         return sorted(self.findings.values(), key=lambda item: (item.line, item.column, item.rule_id))
 
     def found(self, rule_id: str, node: ast.AST, what: str, *, sure: bool = True) -> None:
-        self.add(rule_id, node, f"{what}. {RULES[rule_id].sentence}", sure)
-
-    def add(self, rule_id: str, node: ast.AST, text: str, sure: bool) -> None:
         """Record a finding; one that is not sure is advice."""
         rule = RULES[rule_id]
         line = getattr(node, "lineno", 1)
@@ -247,7 +241,7 @@ class _Checker:
         level: Level = rule.level if enforced else "advice"
         key = (rule_id, line, column)
         if key not in self.findings or (level == "violation" and self.findings[key].level == "advice"):
-            self.findings[key] = Finding(rule_id, level, text, line, column)
+            self.findings[key] = Finding(rule_id, level, f"{what}. {rule.sentence}", line, column)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -326,10 +320,6 @@ class _Checker:
             options["num_stages"] = node.args[2]
         for name, value in options.items() if known else ():
             yield from self._option(name, value, node, scope)
-        if "Kernel" in known and "threads" in options:
-            counts = [int(mark[1:]) for mark in names.marks(options["threads"], scope) if mark[1:].isdigit()]
-            if counts and all(count > 2048 or count % 64 for count in counts):
-                self.found("block-threads", node, f"got threads={max(counts)}", sure=min(counts) > 2048)
 
     def _option(
         self, name: str, value: ast.expr, place: ast.AST, scope: Scope
@@ -370,26 +360,24 @@ class _Checker:
         if not found:
             self.found("entry-missing", self.tree, f"got no function {ENTRY_POINT}")
             return
-        node = found[-1]
-        listed, arguments = parameters(node), node.args
-        names = tuple(parameter.arg for parameter in listed)
+        node, arguments, rule = found[-1], found[-1].args, "entry-signature"
+        listed = parameters(node)
+        names, wanted = [parameter.arg for parameter in listed], [argument.name for argument in ARGUMENTS]
         if node.decorator_list:
-            self.found("entry-signature", node.decorator_list[0], f"{ENTRY_POINT} has a decorator")
+            self.found(rule, node.decorator_list[0], f"{ENTRY_POINT} has a decorator")
         if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
-            self.found("entry-signature", node, f"{ENTRY_POINT} has *, / or ** parameters")
-        elif len(names) != len(_ENTRY_NAMES):
-            self.found("entry-signature", node, f"got {len(names)} parameters, expected {len(_ENTRY_NAMES)}")
-        elif names != _ENTRY_NAMES:
-            wrong = [pair for pair in zip(names, _ENTRY_NAMES, strict=True) if pair[0] != pair[1]]
-            swapped = {got for got, _ in wrong} & set(_ENTRY_NAMES)
-            what = f"parameter {wrong[0][0]} stands where {wrong[0][1]} belongs"
-            self.found("entry-signature", node, what, sure=bool(swapped))
+            self.found(rule, node, f"{ENTRY_POINT} has *, / or ** parameters")
+        elif len(names) != len(wanted):
+            self.found(rule, node, f"got {len(names)} parameters, expected {len(wanted)}")
+        elif names != wanted:
+            wrong = [pair for pair in zip(names, wanted, strict=True) if pair[0] != pair[1]]
+            swapped = any(got in wanted for got, _ in wrong)
+            self.found(rule, node, f"parameter {wrong[0][0]} stands where {wrong[0][1]} belongs", sure=swapped)
         if arguments.defaults or any(parameter.annotation for parameter in listed) or node.returns:
-            self.found("entry-signature", node, f"{ENTRY_POINT} has default values or annotations")
-        inner = self.names.scopes[node]
+            self.found(rule, node, f"{ENTRY_POINT} has default values or annotations")
         for child, scope in self.names.nodes:
-            if scope is inner and isinstance(child, (ast.Yield, ast.YieldFrom)):
-                self.found("entry-signature", child, f"{ENTRY_POINT} is a generator, so calling it runs nothing")
+            if scope.node is node and isinstance(child, (ast.Yield, ast.YieldFrom)):
+                self.found(rule, child, f"{ENTRY_POINT} is a generator, so calling it runs nothing")
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
         decorators = self.names.decorators(node, scope)
@@ -406,34 +394,18 @@ class _Checker:
 
     def _annotation(self, parameter: ast.arg, scope: Scope) -> None:
         """The judge reads what annotates a prim_func's parameter without running it."""
-        whole, name = parameter.annotation, parameter.arg
-        match whole:
-            case ast.Call(func=head, args=given, keywords=keywords):
-                parts = [*given, *(keyword.value for keyword in keywords)]
-            case ast.Subscript(value=head, slice=item):
-                parts = [item]
-            case _:
-                shown = f"`{_text(whole)}`" if whole else "no annotation"
-                self.found("prim-func-annotation", whole or parameter, f"parameter {name} has {shown}")
+        whole, rule = parameter.annotation, "prim-func-annotation"
+        head = whole.func if isinstance(whole, ast.Call) else whole.value if isinstance(whole, ast.Subscript) else None
+        if whole is None or head is None or "Tensor" not in self.names.tilelang(head, scope):
+            shown = f"`{_text(whole)}`" if whole else "no annotation"
+            self.found(rule, whole or parameter, f"parameter {parameter.arg} has {shown}")
+            return
+        for part in ast.walk(whole):
+            name = getattr(part, "id", "") or getattr(part, "attr", "")
+            foreign = isinstance(part, ast.Attribute) and not self.names.tilelang(part, scope)
+            if part is not whole and (not isinstance(part, _ANNOTATION) or name.startswith("_") or foreign):
+                self.found(rule, part, f"`{_text(part)}` in the annotation of {parameter.arg}")
                 return
-        if "Tensor" not in self.names.tilelang(head, scope):
-            self.found("prim-func-annotation", whole, f"parameter {name} has `{_text(whole)}`")
-        while parts:
-            match part := parts.pop():
-                case ast.Constant():
-                    pass
-                case ast.Name(id=text) if not text.startswith("_"):
-                    pass
-                case ast.Attribute(attr=text) if text[0] != "_" and self.names.tilelang(part, scope):
-                    pass
-                case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod()):
-                    parts += [part.left, part.right]
-                case ast.UnaryOp(op=ast.USub(), operand=operand):
-                    parts.append(operand)
-                case ast.Tuple(elts=items) | ast.List(elts=items):
-                    parts += items
-                case _:
-                    self.found("prim-func-annotation", part, f"`{_text(part)}` in the annotation of {name}")
 
     # -- what is kept between calls ----------------------------------------------------------------------------------
 
@@ -469,7 +441,7 @@ class _Checker:
                 "the result of this call" if "out" in kept else f"values of {', '.join(sorted(kept))} for later calls"
             )
             self.found("result-cache", node, f"{store} keeps {what}", sure="out" in kept)
-        if key is not None and "identity" in self.names.marks(key, scope):
+        if key is not None and "identity:" in self.names.marks(key, scope):
             what = f"{store} is keyed by `{_text(key)}`, the identity or the values of something"
             self.found("result-cache", node, what, sure=False)
         inside = [part for value in values for part in ast.walk(value)]

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import compat
 import pytest
 
-from moe_lab.judge import compat
 from moe_lab.lesson.export import submission_cell
 from moe_lab.problem.errors import BackendError
 from moe_lab.problem.submission import Submission

@@ -162,7 +162,7 @@ def _tilelang_names(submission: Submission) -> dict[str, int]:
         if isinstance(node, ast.ImportFrom) and not node.level:
             found = {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            found = names.dotted(node, scope)
+            found = set(names.library(node, scope))
         else:
             continue
         for name in found:

@@ -1,0 +1,55 @@
+"""What the organisers ruled about kernels, held against what a submission launches.
+
+The text of a file shows what it may do; TileLang's own front end knows what it does. ``num_stages=x // x + 1`` is 2
+there, an intrinsic has its name however it was spelled, and a kernel that no call launches is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_lab.judge.rules import broken, what
+from moe_lab.model import tir
+from moe_lab.problem.contract import Case
+from moe_lab.problem.layout import GroupedLayout
+from moe_lab.problem.submission import Submission
+
+
+def rulings(submission: Submission, case: Case, layout: GroupedLayout) -> dict[tuple[str, str], None]:
+    """Rules that the launches of one call break. Host code runs in the sandbox, in the reader's process.
+
+    Args:
+        submission: a file that passed the rules of the text.
+        case: sizes.
+        layout: group sizes.
+
+    Returns:
+        Rule ids with what was found, each once, in order.
+
+    Raises:
+        SubmissionError: for a file that cannot be followed, of which nothing is known then.
+    """
+    found: dict[tuple[str, str], None] = {}
+    for number, launch in enumerate(tir.launches(submission, case, layout, load="moe_lab.judge.sandbox:load"), 1):
+        for name in _spelled(launch):
+            for rule, find in broken(name, "kernel"):
+                if find.level is None:
+                    found[rule.id, f"launch {number}: {what(find, name)}"] = None
+    return found
+
+
+def _spelled(launch: tir.Launch) -> Iterator[str]:
+    """Everything that a launch uses, by the names of the rules."""
+    for call in launch.calls:
+        yield f"tilelang.{call.name}"
+        if call.text:
+            yield f"tilelang.{call.text}"
+    if launch.source:
+        yield "tilelang.import_source"
+    for name, value in launch.pass_configs.items():
+        yield f"option.{name}={value}"
+    for loop in tir.walk(launch.body):
+        if isinstance(loop, tir.Loop):
+            if loop.num_stages is not None:
+                yield f"option.num_stages={loop.num_stages}"
+            yield from (f"note.{note}" for note in loop.notes)
