@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_lab.judge.rulings import rulings
 from moe_lab.machine import devices
 from moe_lab.model import tiles
 from moe_lab.model.lowering import LoweredKernel, Lowering, LoweringError, lower_many
@@ -45,12 +46,17 @@ def c500_fit(submission: Submission) -> FitResult:
         submission: what to lower.
     """
     alike = _alike(submission)
+    rulings_unknown: tuple[str, ...] = ()
+    try:
+        ruled = rulings(submission)
+    except MoeLabError as error:
+        ruled, rulings_unknown = (), (f"the organisers' rulings about kernels, because {error}",)
     try:
         with tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True) as folder:
             asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
             answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=Path(folder))
     except MoeLabError as error:
-        return FitResult(unknown=(f"resources on a C500: {error}",))
+        return FitResult(unknown=(*rulings_unknown, f"resources on a C500: {error}"), rulings=ruled)
     # What is equal for several cases is said once: from the words to the names of the cases.
     lines, problems, unknown = _Cases(list), _Cases(list), _Cases(list)
     messages: dict[str, None] = {}
@@ -70,8 +76,12 @@ def c500_fit(submission: Submission) -> FitResult:
     return FitResult(
         tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in lines.items()),
         tuple(f"{', '.join(names)}, {text}" for text, names in problems.items()),
-        tuple(f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in unknown.items()),
+        (
+            *rulings_unknown,
+            *(f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in unknown.items()),
+        ),
         tuple(messages),
+        ruled,
     )
 
 

@@ -42,7 +42,8 @@ class Scope:
     number: int = 0  # of the function in the file
     names: dict[str, Marks] = field(default_factory=dict)  # that are bound here
     globals: set[str] = field(default_factory=set)  # names that a ``global`` statement hands to the module
-    returned: list[ast.expr] = field(default_factory=list)  # what a call may give
+    returned: list[ast.expr] = field(default_factory=list)
+    gives: Marks = _NONE  # what a call may stand for
 
     def chain(self) -> Iterator[Scope]:
         """This scope and those around it."""
@@ -178,6 +179,10 @@ class Names:
                 known = home.names[name]
                 home.names[name] = _few(known | self.marks(value, scope))
                 changed |= home.names[name] != known
+            for function in self._functions:
+                known = function.gives
+                function.gives = _few(known.union(*(self.marks(value, function) for value in function.returned)))
+                changed |= function.gives != known
         self._marks = {}
 
     def _called(self, marks: Marks) -> list[Scope]:
@@ -228,7 +233,7 @@ class Names:
 
     def _result(self, function: ast.expr, known: Marks, given: Marks) -> Marks:
         """The marks of what a call gives."""
-        found = _NONE.union(*(self.marks(value, own) for own in self._called(known) for value in own.returned))
+        found = _NONE.union(*(own.gives for own in self._called(known)))
         if any(_CREATES.fullmatch(mark) for mark in known):
             return found | {"@fresh"}
         if any(mark.startswith("torch.") for mark in known):
@@ -297,7 +302,11 @@ def _given(function: Function | ast.Module, call: ast.Call) -> Iterator[tuple[st
     """What a call may give each parameter; ``*values`` may give it to every one that follows."""
     known = [parameter.arg for parameter in parameters(function)] if isinstance(function, Function) else []
     for index, value in enumerate(call.args):
-        yield from ((name, value) for name in known[index : None if isinstance(value, ast.Starred) else index + 1])
+        if isinstance(value, ast.Starred):
+            # Only the tensors among them: which constant goes where is not known.
+            yield from ((name, ast.UnaryOp(ast.UAdd(), value.value)) for name in known[index:])
+        elif index < len(known):
+            yield known[index], value
     yield from ((word.arg, word.value) for word in call.keywords if word.arg in known)
 
 

