@@ -50,8 +50,6 @@ def _spelled(launch: tir.Launch) -> Iterator[str]:
         yield "tilelang.import_source"
     for name, value in launch.pass_configs.items():
         yield f"option.{name}={value}"
-    for loop in tir.walk(launch.body):
-        if isinstance(loop, tir.Loop):
-            if loop.num_stages is not None:
-                yield f"option.num_stages={loop.num_stages}"
-            yield from (f"note.{note}" for note in loop.notes)
+    for loop in tir.loops(launch.body):
+        yield f"option.num_stages={loop.num_stages}"
+        yield from (f"note.{note}" for note in loop.notes)

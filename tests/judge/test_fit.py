@@ -36,6 +36,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch, *answers: list[LoweredKernel] | str
         ]
 
     monkeypatch.setattr(fit, "lower_many", lower_many)
+    monkeypatch.setattr(fit, "rulings", lambda submission: ())
     return c500_fit(OPEN)
 
 
