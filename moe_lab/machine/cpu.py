@@ -33,7 +33,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +171,10 @@ def apply() -> None:
     tilelang.env.TILELANG_DEFAULT_EXECUTION_BACKEND = "cython"
 
 
-def _replace_everywhere(new: Mapping[int, object], only: Sequence[str] = ()) -> None:
+def _replace_everywhere(new: Mapping[int, object]) -> None:
     """Put ``new[id(value)]`` wherever a TileLang module binds that value, however a submission imports it."""
     for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", "")
-        if name in only or (not only and (name == "tilelang" or name.startswith("tilelang."))):
+        if getattr(module, "__name__", "").partition(".")[0] == "tilelang":
             for attribute, value in list(vars(module).items()):
                 if id(value) in new:
                     setattr(module, attribute, new[id(value)])
@@ -316,27 +315,18 @@ def accept_unknown_pass_configs() -> None:
     import tilelang
 
     keys: Any = tilelang.PassConfigKey
+    kind: Any = type(keys)
 
-    class Keys(type):
-        def __getattr__(cls, name: str) -> Any:
+    class Lenient(kind):
+        def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
-            return getattr(keys, name, f"unknown.{name}")
+            return self.__members__.get(name, f"unknown.{name}")
 
-        def __getitem__(cls, name: str) -> Any:
-            return getattr(cls, name)
+        def __getitem__(self, name: str) -> Any:
+            return self.__getattr__(name)
 
-        def __call__(cls, value: str) -> Any:
-            return keys(value)
-
-        def __iter__(cls) -> Iterator[Any]:
-            return iter(keys)
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, keys)
-
-    # Only where submissions read the name: TileLang's own modules keep the enumeration.
-    _replace_everywhere({id(keys): Keys("PassConfigKey", (), {})}, only=("tilelang", "tilelang.transform"))
+    keys.__class__ = Lenient
 
 
 def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any]:
