@@ -23,13 +23,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from moe_lab.judge.names import Names, Scope, carried, parameters
-from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, data_dir
+from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, Profile, data_dir
 from moe_lab.problem.errors import DataError, RuleError, SubmissionError
 from moe_lab.problem.submission import Submission
 
 Kind = Literal["sandbox", "contract", "ruling", "limit"]
 Level = Literal["violation", "advice"]
-Profile = Literal["contest", "open"]
 Confidence = Literal["stated", "reported", "observed", "inferred"]
 
 #: Kinds that only the contest enforces: under the open profile they are advice.
