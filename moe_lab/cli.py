@@ -248,6 +248,7 @@ def fit(
     """
     import json
 
+    from moe_lab.lesson.readout import describe, print_out
     from moe_lab.machine import devices
     from moe_lab.model import tiles
     from moe_lab.problem.contract import CASES
@@ -261,7 +262,8 @@ def fit(
         print(json.dumps({**tiles.as_dict(found, [fits]), "lowered": lowered}, indent=2, allow_nan=False))
     else:
         others = [item for item in devices.devices().values() if item.kind == "gpu" and item.name != wanted.name]
-        tiles.print_fit(Console(), found, fits, [tiles.fit(found, item) for item in others], lowered)
+        elsewhere = [tiles.fit(found, item) for item in others]
+        print_out(Console(), describe(found, "balanced", wanted), elsewhere, lowered)
     raise typer.Exit(1 if fits.fits is False else 0)
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_lab.machine.devices import Device, Roof
 from moe_lab.model import roofline, tiles
-from moe_lab.problem.contract import CASES, Case
+from moe_lab.problem.contract import CASES
 from moe_lab.problem.routings import routing
 from moe_lab.problem.submission import Submission
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
+    from rich.console import Console
 
 # Okabe and Ito's palette; what does not fit is hatched as well, so that no reader depends on the colour.
 _BLUE, _ORANGE, _VERMILION = "#0072B2", "#E69F00", "#D55E00"
@@ -107,9 +107,6 @@ class Readout:
 def read_out(submission: Submission, case_number: int, routing_name: str, device: Device | None) -> Readout:
     """Say what a configuration needs and what it could reach.
 
-    The bound counts what the kernels compute, padded rows included, on the processor that gets the most blocks, and
-    the traffic that no kernel can avoid. Whatever only tuning decides (panels, copies, depth of K) leaves it alone.
-
     Args:
         submission: with the literals wanted.
         case_number: of the contest.
@@ -119,11 +116,20 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     Raises:
         MoeLabError: for text that cannot be followed, or a routing that the case does not have.
     """
-    case, sizes = CASES[case_number], routing(case_number, routing_name).sizes
+    sizes = routing(case_number, routing_name).sizes
+    return describe(tiles.resources(submission, CASES[case_number], sizes), routing_name, device)
+
+
+def describe(found: tiles.Resources, routing_name: str, device: Device | None) -> Readout:
+    """The same for resources that are known already.
+
+    The bound counts what the kernels compute, padded rows included, on the processor that gets the most blocks, and
+    the traffic that no kernel can avoid. Whatever only tuning decides (panels, copies, depth of K) leaves it alone.
+    """
+    case, sizes, kernels = found.case, found.layout.sizes, found.kernels
     gpu = device if device is not None and device.kind == "gpu" else None
-    found = tiles.resources(submission, case, sizes)
     fit = tiles.fit(found, gpu) if gpu is not None else None
-    passes = [_passes(kernel, case, sizes) for kernel in found.kernels]
+    passes = [_mean(found.weight_passes(kernel).values(), kernel) for kernel in kernels]
     work = roofline.work(case, sizes)
     roof = best_roof(device) if device is not None else None
     # A mean over the launches is exact where all weights are read equally often, as in every step of the ladder.
@@ -132,15 +138,14 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     uncached = roofline.work(case, sizes, weight_passes=max(1.0, mean)) if mean is not None else None
     # Blocks that find nothing to do skip the work. Of the padded layout's own blocks none does.
     computed = work.whole.padded_flops / work.whole.flops
-    skips = any(kernel.conditional for kernel in found.kernels) and found.work_ratio != computed
-    processors = gpu.processors if gpu is not None else 1
-    flops = [None if skips else _busiest_flops(kernel, processors) for kernel in found.kernels]
+    skips = any(kernel.conditional for kernel in kernels) and found.work_ratio != computed
+    flops = [None if skips else _busiest_flops(kernel, gpu.processors if gpu else 1) for kernel in kernels]
     fits, sentence = _verdict(found, fit, device)
     return Readout(
-        title=f"{submission.name}, {case.name}, {routing_name}, {device.title if device else 'this machine'}",
+        title=f"{found.submission.name}, {case.name}, {routing_name}, {device.title if device else 'this machine'}",
         fits=fits, sentence=sentence, gauges=tuple(_gauges(found, gpu)),
-        columns=("", *(f"stage {kernel.stage}" for kernel in found.kernels)),
-        rows=tuple(_rows(found, fit, passes, skips)), roof=roof, flops=work.whole.flops,
+        columns=("", *(f"stage {kernel.stage}" for kernel in kernels)),
+        rows=tuple(_rows(found, fit, passes, "at most " if skips else "")), roof=roof, flops=work.whole.flops,
         case_intensity=work.whole.intensity, weight_reads=mean,
         intensity=uncached.whole.intensity if uncached else None,
         case_ms=_bound_ms(work, [work.stage1.flops, work.stage2.flops], roof),
@@ -148,19 +153,49 @@ def read_out(submission: Submission, case_number: int, routing_name: str, device
     )  # fmt: skip
 
 
+def print_out(
+    console: Console, readout: Readout, others: Sequence[tiles.Fit], lowered: Sequence[dict[str, Any]]
+) -> None:
+    """Print a readout: needs against limits, what it costs, and other devices in a line.
+
+    Args:
+        console: a rich console.
+        readout: what to print.
+        others: more devices.
+        lowered: from :func:`moe_lab.model.tiles.lowered_figures`, empty if nobody asked for it.
+    """
+    from rich.table import Table
+
+    console.print(f"{readout.title}\n{readout.sentence}", highlight=False, markup=False)
+    table, stages = Table(*readout.columns), len(readout.columns) - 1
+    for number in range(len(readout.gauges) // stages):
+        row = readout.gauges[number :: len(readout.gauges) // stages]
+        table.add_row(row[0].label.partition(": ")[2], *(gauge.text for gauge in row))
+    for cells in readout.rows:
+        table.add_row(*cells)
+    console.print(table)
+    lines = [readout.bound_sentence]
+    if readout.fits is None and not lowered:
+        lines.append("`moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code as it is")
+    for figure in lowered:
+        parts = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
+        label = f"lowered for {figure['target']}" + (", a stand-in" if figure["stand_in"] else "")
+        lines.append(f"{label}: {figure['error'] or '; '.join(parts)}")
+    words = {True: "fits", False: "no", None: "?"}
+    lines.append("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
+    console.print("\n".join(lines), highlight=False, markup=False)
+
+
 def best_roof(device: Device) -> Roof:
     """Ceilings that were reached on a device, else those of its maker's paper."""
     return device.roof("measured" if device.figure("peak_fp16_tflops", "measured") else "specification")
 
 
-def _passes(kernel: tiles.KernelResources, case: Case, sizes: Sequence[int]) -> float | None:
+def _mean(passes: Iterable[float | None], kernel: tiles.KernelResources) -> float | None:
     """How often one launch reads each of its weights, on average; None if it reads none, or unknown."""
-    busy = sum(1 for size in sizes if size)
-    reads = [kernel.reads_bytes[name] for name in ("gate_w", "up_w", "down_w") if name in kernel.reads_bytes]
-    known = [value for value in reads if value is not None]
-    if not known or len(known) != len(reads):
-        return None
-    return sum(known) / (len(known) * 2 * busy * case.hidden * case.intermediate)
+    known = [each for each in passes if each is not None]
+    unknown = any(kernel.reads_bytes.get(name, 0) is None for name in ("gate_w", "up_w", "down_w"))
+    return sum(known) / len(known) if known and not unknown else None
 
 
 def _busiest_flops(kernel: tiles.KernelResources, processors: int) -> int | None:
@@ -172,17 +207,15 @@ def _busiest_flops(kernel: tiles.KernelResources, processors: int) -> int | None
 
 def _bound_ms(work: roofline.CaseWork, flops: Sequence[int | None], roof: Roof | None) -> float | None:
     """Least time for some traffic and the operations of each launch, in order; None if something is unknown."""
-    if roof is None or any(value is None for value in flops):
+    if roof is None or None in flops:
         return None
     # A launch that multiplies nothing prepares the others and has no part of the work.
     computed = [value for value in flops if value]
     parts = [work.stage1, work.stage2]
     if len(computed) != len(parts):
         parts, computed = [work.whole], [sum(computed)]
-    times = [
-        roofline.bound(replace(part, flops=value), roof).time_ms for part, value in zip(parts, computed, strict=True)
-    ]
-    return sum(times)
+    pairs = zip(parts, computed, strict=True)
+    return sum(roofline.bound(replace(part, flops=value), roof).time_ms for part, value in pairs)
 
 
 def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | None) -> tuple[bool | None, str]:
@@ -206,20 +239,12 @@ def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | Non
 
 
 def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
-    most_threads = gpu.most_threads_per_block if gpu else None
+    limits = (gpu.shared_per_block_bytes, gpu.registers_per_thread, gpu.most_threads_per_block) if gpu else (None,) * 3
+    units = (("shared memory", 1024, "KiB"), ("fragments", 1, "registers a thread"), ("threads", 1, "a block"))
     gauges = []
     for kernel in found.kernels:
-        for what, need, limit, scale, unit in (
-            ("shared memory", kernel.shared_bytes, gpu.shared_per_block_bytes if gpu else None, 1024, "KiB"),
-            (
-                "fragments",
-                kernel.fragment_registers,
-                gpu.registers_per_thread if gpu else None,
-                1,
-                "registers a thread",
-            ),
-            ("threads", kernel.threads, most_threads, 1, "a block"),
-        ):
+        needs = (kernel.shared_bytes, kernel.fragment_registers, kernel.threads)
+        for (what, scale, unit), need, limit in zip(units, needs, limits, strict=True):
             words = "unknown" if need is None else f"{round(need / scale, 2):g}"
             words += f" of {limit / scale:g} {unit}" if limit else f" {unit}"
             gauges.append(Gauge(f"stage {kernel.stage}: {what}", need, limit, words))
@@ -227,46 +252,32 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
 
 
 def _rows(
-    found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None], skips: bool
+    found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None], most: str
 ) -> list[tuple[str, ...]]:
-    kernels = found.kernels
-    most = "at most " if skips else ""
-    rows: list[tuple[str, ...]] = [
-        ("accumulators", *(_registers(kernel.accumulator_registers) for kernel in kernels)),
-        ("blocks", *(_grid(kernel) for kernel in kernels)),
-    ]
-    if fit is not None:
-        rows += [
-            ("resident blocks", *(_held(kernel) for kernel in fit.kernels)),
-            ("rounds", *(_rounds(kernel) for kernel in fit.kernels)),
-        ]
-    rows.append(("reads of a weight", *("none" if each is None else f"{most}{each:.2f}" for each in passes)))
-    ratio = found.work_ratio
-    waste = "unknown" if ratio is None else f"{most}{ratio:.2f} × useful"
-    rows.append(("work with padding", waste, *("" for _ in kernels[1:])))
-    return rows
+    kernels, ratio = found.kernels, found.work_ratio
+
+    def held(part: tiles.KernelFit) -> str:
+        count = part.blocks_per_processor
+        return "unknown" if count is None else f"{count} ({part.limited_by})" if count else "none"
+
+    def rounds(part: tiles.KernelFit) -> str:
+        if not part.grid_waves:
+            return "none" if part.blocks_per_processor == 0 else "unknown"
+        return f"{part.grid_waves:.2f} in {math.ceil(part.grid_waves)} ({part.wave_efficiency:.0%})"
+
+    rows = {
+        "accumulators": [_or_unknown(k.accumulator_registers, f"{k.accumulator_registers} registers") for k in kernels],
+        "blocks": [_or_unknown(k.blocks, f"{' × '.join(map(str, k.grid))} = {k.blocks}") for k in kernels],
+        "resident blocks": list(map(held, fit.kernels)) if fit else [],
+        "rounds": list(map(rounds, fit.kernels)) if fit else [],
+        "reads of a weight": ["none" if each is None else f"{most}{each:.2f}" for each in passes],
+        "work with padding": [_or_unknown(ratio, f"{most}{ratio or 0:.2f} × useful"), *("" for _ in kernels[1:])],
+    }
+    return [(label, *cells) for label, cells in rows.items() if cells]
 
 
-def _registers(count: int | None) -> str:
-    return "unknown" if count is None else f"{count} registers"
-
-
-def _grid(kernel: tiles.KernelResources) -> str:
-    if kernel.blocks is None:
-        return "unknown"
-    return f"{' × '.join(map(str, kernel.grid))} = {kernel.blocks}"
-
-
-def _held(kernel: tiles.KernelFit) -> str:
-    if kernel.blocks_per_processor is None:
-        return "unknown"
-    return f"{kernel.blocks_per_processor} ({kernel.limited_by})" if kernel.blocks_per_processor else "none"
-
-
-def _rounds(kernel: tiles.KernelFit) -> str:
-    if not kernel.grid_waves:
-        return "none" if kernel.blocks_per_processor == 0 else "unknown"
-    return f"{kernel.grid_waves:.2f} in {math.ceil(kernel.grid_waves)} ({kernel.wave_efficiency:.0%})"
+def _or_unknown(value: float | None, text: str) -> str:
+    return "unknown" if value is None else text
 
 
 # --- figure ----------------------------------------------------------------------------------------------------------
@@ -320,6 +331,8 @@ def _draw_gauges(axes: Axes, readout: Readout) -> None:
 
 
 def _draw_roofline(axes: Axes, readout: Readout) -> None:
+    from matplotlib.ticker import NullLocator
+
     lands = readout.fits is not False
     title = "Where it can land on the roofline" if lands else "Where it would land on the roofline, if it fitted"
     axes.set_title(title, fontsize=10, loc="left")
@@ -342,14 +355,8 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
         )  # fmt: skip
     if readout.bound_ms and readout.intensity and readout.uncached_ms:
         ends = [(readout.case_intensity, readout.bound_ms), (readout.intensity, readout.uncached_ms)]
-        axes.plot(
-            [at for at, _ in ends],
-            [_tflops(readout.flops, ms) for _, ms in ends],
-            color=colour,
-            linewidth=2,
-            zorder=1,
-            linestyle="-" if lands else "--",
-        )
+        places, heights = zip(*((at, _tflops(readout.flops, ms)) for at, ms in ends), strict=True)
+        axes.plot(places, heights, color=colour, linewidth=2, zorder=1, linestyle="-" if lands else "--")
         counts = ("once", f"{readout.weight_reads:.2f} times")
         for (at, ms), marker, count in zip(ends, "os", counts, strict=True):
             axes.plot(
@@ -366,15 +373,9 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
     # they are most of the work of drawing log axes.
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_locator(_no_ticks())
+        axis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=8)
     axes.legend(fontsize=8, loc="lower right", title=roof.title, title_fontsize=8, framealpha=0.95)
-
-
-def _no_ticks() -> Locator:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def _tflops(flops: int, time_ms: float) -> float:

@@ -8,11 +8,10 @@ are a lower bound: fragments spread evenly over the threads, with nothing for in
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_lab.machine.devices import Device
 from moe_lab.model.roofline import balanced, work
@@ -21,9 +20,6 @@ from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 #: Every buffer starts at a multiple of it, and so does what follows the last one (TileLang for sm_80).
 _ALIGN_BYTES = 16
@@ -368,51 +364,22 @@ def _statements(nodes: Sequence[Node]) -> list[Node]:
 
 def _pack(lives: Sequence[_Life], share: bool) -> tuple[list[int], int]:
     """Offsets of buffers and the top of the area: linear scan, best fit into what died, as TileLang's merge pass."""
-    order = sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].name))
-    offsets = [0] * len(lives)
-    active: list[tuple[int, int, int]] = []  # end, offset, size
-    free: list[tuple[int, int]] = []  # offset, size; sorted, never touching
-    top = 0
-    for index in order:
+    offsets, top = [0] * len(lives), 0
+    active: list[tuple[int, int, int]] = []  # offset, where it ends, when it dies
+    for index in sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].name)):
         life = lives[index]
-        while share and active and active[0][0] <= life.start:
-            _, offset, size = heapq.heappop(active)
-            free = _merged([*free, (offset, size)])
-        fits = [
-            (size - life.size, offset, size) for offset, size in free if _aligned(offset) + life.size <= offset + size
-        ]
-        tail = free[-1] if free and sum(free[-1]) == top and _aligned(free[-1][0]) < top else None
-        if fits:
-            _, hole, size = min(fits, key=lambda fit: fit[0])
-            offset = _aligned(hole)
-            rest = [(hole, offset - hole), (offset + life.size, hole + size - offset - life.size)]
-            free = _merged([*(part for part in free if part != (hole, size)), *(part for part in rest if part[1])])
-        elif tail is not None:
-            offset = _aligned(tail[0])
-            free = _merged([*free[:-1], *([(tail[0], offset - tail[0])] if offset > tail[0] else [])])
-            top = offset + life.size
-        else:
-            offset = _aligned(top)
-            free = _merged([*free, *([(top, offset - top)] if offset > top else [])])
-            top = offset + life.size
-        heapq.heappush(active, (life.end, offset, life.size))
-        offsets[index] = offset
+        active = sorted(part for part in active if not share or part[2] > life.start)
+        ends = [0, *(end for _, end, _ in active)]
+        gaps = zip(ends, [*(offset for offset, _, _ in active), top], strict=True)
+        fits = [(stop - start, _aligned(start)) for start, stop in gaps if _aligned(start) + life.size <= stop]
+        offset = min(fits)[1] if fits else _aligned(ends[-1])
+        active.append((offset, offset + life.size, life.end))
+        offsets[index], top = offset, max(top, offset + life.size)
     return offsets, top
 
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _merged(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Free parts in order, neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for offset, size in sorted(parts):
-        if joined and sum(joined[-1]) >= offset:
-            joined[-1] = (joined[-1][0], max(sum(joined[-1]), offset + size) - joined[-1][0])
-        else:
-            joined.append((offset, size))
-    return joined
 
 
 # ---- against a device ------------------------------------------------------------------------------------------
@@ -425,7 +392,7 @@ class KernelFit:
     Attributes:
         kernel: what it asks for.
         reasons: why it does not fit, one sentence each; empty if it does.
-        waves_of_threads: waves (warps) of a block; None if the threads are unknown.
+        waves_of_threads: waves (warps) of a block.
         blocks_per_processor: blocks that one processor can hold at once, at most; 0 if it does not fit; None if
             something is unknown.
         limited_by: what keeps it from holding one more.
@@ -434,7 +401,7 @@ class KernelFit:
 
     kernel: KernelResources
     reasons: tuple[str, ...]
-    waves_of_threads: int | None
+    waves_of_threads: int
     blocks_per_processor: int | None
     limited_by: str
     grid_waves: float | None
@@ -484,46 +451,43 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
     where, stage = device.title, f"stage {kernel.stage}"
     shared, threads, registers = kernel.shared_bytes, kernel.threads, kernel.fragment_registers
     reasons = []
-    if shared is not None and shared > device.shared_per_block_bytes:
+    if (shared or 0) > device.shared_per_block_bytes:
         reasons.append(
             f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {device.shared_per_block_bytes}"
         )
-    if registers is not None and registers > device.registers_per_thread:
+    if (registers or 0) > device.registers_per_thread:
         reasons.append(
             f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
             f"{device.registers_per_thread}: the rest goes to memory"
         )
-    most = device.most_threads_per_block
-    if threads is not None and threads > most:
-        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
-    if threads is not None and threads % device.lanes:
+    if threads > device.most_threads_per_block:
+        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {device.most_threads_per_block}")
+    if threads % device.lanes or threads < 1:
         reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {device.lanes} lanes")
-    waves = None if threads is None else -(-threads // device.lanes)
-    limits: dict[str, int] = {}
-    if waves:
-        limits["threads"] = device.threads_per_processor // (waves * device.lanes)
+    waves = math.ceil(threads / device.lanes)
+    limits = {"threads": device.threads_per_processor // max(1, waves * device.lanes)}
     if shared:
         each = shared + device.shared_reserved_per_block_bytes
         limits["shared memory"] = device.shared_per_processor_bytes // each
-    if registers and waves:
-        limits["registers"] = device.registers_per_processor // (registers * waves * device.lanes)
-    unknown = shared is None or threads is None or registers is None
-    resident = 0 if reasons else None if unknown else min(limits.values())
-    limited_by = min(limits, key=lambda key: limits[key]) if limits and not reasons else ""
+    if registers:
+        limits["registers"] = device.registers_per_processor // max(1, registers * waves * device.lanes)
+    resident = 0 if reasons else None if None in (shared, registers) else min(limits.values())
+    limited_by = "" if reasons else min(limits, key=lambda key: limits[key])
     grid_waves = kernel.blocks / (resident * device.processors) if resident and kernel.blocks else None
     return KernelFit(kernel, tuple(reasons), waves, resident, limited_by, grid_waves)
 
 
 def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
     """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
+    sizes = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
+    figures = (
+        "reasons", "waves_of_threads", "blocks_per_processor", "limited_by", "grid_waves", "wave_efficiency",
+    )  # fmt: skip
     return {
         "submission": found.submission.name,
         "source_hash": found.submission.source_hash,
-        "case": {
-            "name": found.case.name, "num_experts": found.case.num_experts, "hidden": found.case.hidden,
-            "intermediate": found.case.intermediate, "num_tokens": found.case.num_tokens,
-        },
-        "group_sizes": list(found.layout.sizes),
+        "case": {name: getattr(found.case, name) for name in sizes},
+        "group_sizes": found.layout.sizes,
         "padding_waste": found.layout.waste,
         "work_ratio": found.work_ratio,
         "weight_passes": found.weight_passes(),
@@ -533,19 +497,14 @@ def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
                 "device": item.device.name,
                 "fits": item.fits,
                 "kernels": [
-                    {
-                        "stage": part.kernel.stage, "reasons": list(part.reasons),
-                        "waves_of_threads": part.waves_of_threads, "blocks_per_processor": part.blocks_per_processor,
-                        "limited_by": part.limited_by, "grid_waves": part.grid_waves,
-                        "wave_efficiency": part.wave_efficiency,
-                    }
+                    {"stage": part.kernel.stage, **{name: getattr(part, name) for name in figures}}
                     for part in item.kernels
                 ],
             }
             for item in fits
         ],
-        "unknown": list(found.unknown),
-    }  # fmt: skip
+        "unknown": found.unknown,
+    }
 
 
 def lowered_figures(submission: Submission, case: Case, device: Device) -> list[dict[str, Any]]:
@@ -558,80 +517,19 @@ def lowered_figures(submission: Submission, case: Case, device: Device) -> list[
         One entry a target: "target", "stand_in" (whether the target is another card's), "error" (None or TileLang's
         reason) and "kernels", each with name, shared_bytes, threads and grid.
     """
-    from moe_lab.model.lowering import Lowering, lower_many
+    from moe_lab.model.lowering import Lowering, LoweringError, lower_many
 
     targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
     targets += ["gfx90a"] if device.lanes == 64 else []
-    figures = []
     answers = lower_many([Lowering(submission, case, target) for target in targets])
-    for target, answer in zip(targets, answers, strict=True):
-        failed = not isinstance(answer, list)
-        kernels = [
-            {"name": item.name, "shared_bytes": item.shared_bytes, "threads": item.threads, "grid": list(item.grid)}
-            for item in (answer if isinstance(answer, list) else ())
-        ]
-        figures.append(
-            {
-                "target": target, "stand_in": target != device.architecture, "error": str(answer) if failed else None,
-                "kernels": kernels,
-            }
-        )  # fmt: skip
-    return figures
-
-
-def print_fit(
-    console: Console, found: Resources, chosen: Fit, others: Sequence[Fit], lowered: Sequence[dict[str, Any]]
-) -> None:
-    """Print a fit for people: needs against limits, why not, what it costs, other devices in a line each.
-
-    Args:
-        console: a rich console.
-        found: from :func:`resources`.
-        chosen: the device asked for.
-        others: more devices.
-        lowered: from :func:`lowered_figures`, empty if it was not asked for.
-    """
-    from rich.table import Table
-
-    device, layout = chosen.device, found.layout
-    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[chosen.fits]
-    console.print(f"{found.submission.name} on {device.title}, {found.case.name}: [bold]{verdict}[/bold]")
-    table = Table("", *(f"stage {kernel.stage}" for kernel in found.kernels), "limit")
-    kernels, parts = found.kernels, chosen.kernels
-    table.add_row("shared memory, bytes", *(_text(k.shared_bytes) for k in kernels), str(device.shared_per_block_bytes))
-    table.add_row("accumulators, registers a thread", *(_text(k.accumulator_registers) for k in kernels), "")
-    limit = str(device.registers_per_thread)
-    table.add_row("all fragments, registers a thread", *(f">= {_text(k.fragment_registers)}" for k in kernels), limit)
-    table.add_row("threads a block", *(_text(k.threads) for k in kernels), str(device.most_threads_per_block))
-    table.add_row(f"waves of {device.lanes} lanes a block", *(_text(p.waves_of_threads) for p in parts), "")
-    resident = (f"{_text(p.blocks_per_processor)} ({p.limited_by})" if p.limited_by else "0" for p in parts)
-    table.add_row("blocks a processor at most", *resident, "")
-    grids = (" x ".join(_text(extent) for extent in k.grid) for k in kernels)
-    table.add_row("grid", *grids, f"{device.processors} processors")
-    rounds = (f"{p.grid_waves:.2f} ({p.wave_efficiency:.0%} full)" if p.grid_waves else "-" for p in parts)
-    table.add_row("rounds of the grid", *rounds, "")
-    console.print(table)
-    for part in parts:
-        for reason in part.reasons:
-            console.print(f"- {reason}")
-    passes = ", ".join(f"{name} {_text(value)}" for name, value in found.weight_passes().items())
-    console.print(f"reads of each weight: {passes} (1 is the least; what the caches catch counts too)")
-    ratio = f"{found.work_ratio:.2f}" if found.work_ratio else "an unknown number of"
-    console.print(f"arithmetic: {ratio} times what is needed; {layout.waste:.0%} of the padded rows are padding")
-    if device.architecture == "sm_90a":
-        console.print("predicted as for sm_80: a Hopper's alignment and barriers add about 1 KiB, --lower tells")
-    for text in found.unknown:
-        console.print(f"- cannot evaluate {text}", markup=False)
-    if found.unknown and not lowered:
-        console.print("  `moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code")
-    for figure in lowered:
-        label = f"lowered for {figure['target']}" + (f", a stand-in for {device.title}" if figure["stand_in"] else "")
-        parts_text = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
-        console.print(f"{label}: {figure['error'] or '; '.join(parts_text)}", markup=False)
-    if others:
-        words = {True: "fits", False: "no", None: "?"}
-        console.print("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
-
-
-def _text(value: float | None, unknown: str = "?") -> str:
-    return unknown if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return [
+        {
+            "target": target, "stand_in": target != device.architecture,
+            "error": str(answer) if isinstance(answer, LoweringError) else None,
+            "kernels": [] if isinstance(answer, LoweringError) else [
+                {name: getattr(kernel, name) for name in ("name", "shared_bytes", "threads", "grid")}
+                for kernel in answer
+            ],
+        }
+        for target, answer in zip(targets, answers, strict=True)
+    ]  # fmt: skip

@@ -494,9 +494,10 @@ def run_fit(*args):
 def test_the_command_says_fits_or_why_not(tmp_path):
     fits = run_fit(str(STEPS["s0_baseline"].path))
     assert fits.returncode == 0, fits.stderr
-    assert "on MetaX C500, case 1: fits" in fits.stdout
+    assert fits.stdout.startswith("s0_baseline.py, case 1, balanced, MetaX C500\nFits the MetaX C500.")
+    assert "elsewhere: h200 fits" in fits.stdout
     # The limit that the explorer and the rule block-threads name too: none is published for a block.
-    assert re.search(r"threads a block +│ 256 +│ 256 +│ 2048 ", fits.stdout)
+    assert re.search(r"threads +│ 256 of 2048 a block +│ 256 of 2048 a block", fits.stdout)
     path = step("s0").with_literals(NUM_STAGES=2).save(tmp_path / "two.py")
     refused = run_fit(str(path), "--case", "3", "--json")
     assert refused.returncode == 1
