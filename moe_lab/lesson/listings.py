@@ -13,7 +13,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_lab.model.lowering import LoweredKernel, Lowering, lower_many
@@ -38,65 +38,49 @@ class Listing:
         text: the lines, not indented.
         language: what to highlight it as: "python", "diff" or "cpp".
         first_line: number of the first line in its file, from 1; 0 if that means nothing.
+        summary: a heading that opens the lines; empty if they are always open.
     """
 
     text: str
     language: str
     first_line: int = 0
+    summary: str = ""
 
     def __str__(self) -> str:
-        """The lines alone."""
-        return self.text
+        """The lines below their heading."""
+        return f"{self.summary}\n{self.text}" if self.summary else self.text
 
-    def folded(self, summary: str) -> FoldedListing:
+    def folded(self, summary: str) -> Listing:
         """The same below a line that opens it."""
-        return FoldedListing(summary, self)
+        return replace(self, summary=summary)
 
     def __repr__(self) -> str:
         """How much there is: a notebook keeps this beside what it shows."""
-        return f"{self.text.count(chr(10)) + 1} lines of {self.language}"
+        return (
+            f"{self.summary}: " if self.summary else ""
+        ) + f"{self.text.count(chr(10)) + 1} lines of {self.language}"
 
     def _repr_markdown_(self) -> str | None:
-        if self.language == "diff":
+        if self.language == "diff" or self.summary:
             return None
-        count = self.text.count("\n")
-        where = f"Lines {self.first_line} to {self.first_line + count}:\n\n" if self.first_line else ""
+        last = self.first_line + self.text.count("\n")
+        where = f"Lines {self.first_line} to {last}:\n\n" if self.first_line else ""
         return f"{where}```{self.language}\n{self.text}\n```"
 
     def _repr_html_(self) -> str | None:
         """Differences in colour; the signs at the beginning of the lines say the same."""
-        if self.language != "diff":
-            return None
-        shown = []
-        for sign, group in itertools.groupby(self.text.splitlines(), key=lambda line: line[:1]):
-            text = html.escape("\n".join(group))
-            shown.append(f'<span style="{_SHADES[sign]}">{text}</span>' if sign in _SHADES else text)
-        return '<pre style="font-family:monospace;font-size:12px;line-height:1.35">' + "\n".join(shown) + "</pre>"
-
-
-@dataclass(frozen=True, repr=False)
-class FoldedListing:
-    """Lines of source that are shown when their heading is clicked.
-
-    Attributes:
-        summary: the heading.
-        listing: the lines.
-    """
-
-    summary: str
-    listing: Listing
-
-    def __str__(self) -> str:
-        """Heading and lines."""
-        return f"{self.summary}\n{self.listing}"
-
-    def __repr__(self) -> str:
-        """The heading."""
-        return f"{self.summary}: {self.listing!r}"
-
-    def _repr_html_(self) -> str:
-        shown = self.listing._repr_html_() or f"<pre>{html.escape(self.listing.text)}</pre>"
-        return f"<details><summary>{html.escape(self.summary)}</summary>{shown}</details>"
+        if self.language == "diff":
+            shown = []
+            for sign, group in itertools.groupby(self.text.splitlines(), key=lambda line: line[:1]):
+                text = html.escape("\n".join(group))
+                shown.append(f'<span style="{_SHADES[sign]}">{text}</span>' if sign in _SHADES else text)
+            lines = "\n".join(shown)
+            found = f'<pre style="font-family:monospace;font-size:12px;line-height:1.35">{lines}</pre>'
+        else:
+            found = f"<pre>{html.escape(self.text)}</pre>"
+        if self.summary:
+            return f"<details><summary>{html.escape(self.summary)}</summary>{found}</details>"
+        return found if self.language == "diff" else None
 
 
 def lines(submission: Submission, first: str, last: str | None = None, *, occurrence: int = 1) -> Listing:
@@ -237,27 +221,18 @@ def elide(code: str, limit: int = 20) -> str:
 
 
 def _elide_line(line: str, limit: int) -> str:
-    shown, position = [], 0
-    while position < len(line):
-        end = _closing(line, position) if line[position] in "([" else -1
-        if end < 0:
-            shown.append(line[position])
-            position += 1
-            continue
-        inner = line[position + 1 : end]
-        cut = len(inner) > limit and _ARITHMETIC.fullmatch(inner)
-        shown += [line[position], "…" if cut else _elide_line(inner, limit), line[end]]
-        position = end + 1
-    return "".join(shown)
-
-
-def _closing(line: str, opening: int) -> int:
-    depth = 0
-    for position in range(opening, len(line)):
-        depth += (line[position] in "([") - (line[position] in ")]")
-        if depth == 0:
-            return position
-    return -1
+    """Every outermost pair of brackets that holds nothing but long arithmetic is emptied."""
+    pairs, opened = {}, []
+    for place, sign in enumerate(line):
+        if sign in "([":
+            opened.append(place)
+        elif sign in ")]" and opened:
+            pairs[opened.pop()] = place
+    shown, done = "", 0
+    for start, end in sorted(pairs.items()):
+        if start >= done and end - start - 1 > limit and _ARITHMETIC.fullmatch(line, start + 1, end):
+            shown, done = shown + line[done : start + 1] + "…", end
+    return shown + line[done:]
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_lab.machine.devices import Device
 from moe_lab.model.roofline import balanced, work
-from moe_lab.model.tir import Branch, Launch, Loop, Node, Op, Unknown, dtype_bits, launches, loops, product, walk
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Op, Unknown, dtype_bits, launches, loops, product, total, walk
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -122,8 +122,8 @@ class Resources:
         passes: dict[str, float | None] = {}
         for name in ("gate_w", "up_w", "down_w"):
             found = [kernel.reads_bytes[name] for kernel in kernels or self.kernels if name in kernel.reads_bytes]
-            total = _sum(found)
-            passes[name] = total / size_bytes if found and total is not None and size_bytes else None
+            bytes_read = _sum(found)
+            passes[name] = bytes_read / size_bytes if found and bytes_read is not None and size_bytes else None
         return passes
 
 
@@ -247,19 +247,16 @@ def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
 
 def _total(nodes: Sequence[Node], count: Callable[[Op], int | Unknown]) -> int | Unknown:
     """Sum over a block's statements, loops multiplied out; of two branches the larger."""
-    total = 0
+    parts: list[int | Unknown] = []
     for node in nodes:
         if isinstance(node, Op):
-            parts = [count(node)]
+            parts.append(count(node))
         elif isinstance(node, Loop):
-            parts = [_times(node.trips, _total(node.body, count))]
+            parts.append(_times(node.trips, _total(node.body, count)))
         else:
-            parts = [_total(node.body, count), _total(node.orelse, count)]
-        for part in parts:
-            if isinstance(part, Unknown):
-                return part
-        total += max(part for part in parts if not isinstance(part, Unknown))
-    return total
+            ways = [_total(node.body, count), _total(node.orelse, count)]
+            parts.append(max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way))
+    return total(parts)
 
 
 # ---- shared memory, as TileLang lays it out --------------------------------------------------------------------
@@ -293,15 +290,15 @@ def _place(launch: Launch) -> tuple[tuple[Placed, ...], int | Unknown]:
         lives.append(_Life(buffer.name, buffer.scope, number, size, first, last + 1))
     share = not launch.pass_configs.get("tl_disable_shared_memory_reuse", False)
     placed: list[Placed] = []
-    total = 0
+    size_bytes = 0
     # Static and dynamic shared memory are two areas of the same store.
     for scope in ("shared.dyn", "shared"):
         area = [life for life in lives if life.scope == scope]
         offsets, top = _pack(area, share)
         for life, offset in zip(area, offsets, strict=True):
-            placed.append(Placed(life.name, life.size, life.copies, total + offset))
-        total += _aligned(top)
-    return tuple(sorted(placed, key=lambda item: item.offset_bytes)), total
+            placed.append(Placed(life.name, life.size, life.copies, size_bytes + offset))
+        size_bytes += _aligned(top)
+    return tuple(sorted(placed, key=lambda item: item.offset_bytes)), size_bytes
 
 
 def _unmodelled(launch: Launch) -> str:

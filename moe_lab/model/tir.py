@@ -193,6 +193,11 @@ def product(values: Sequence[int | Unknown]) -> int | Unknown:
     return next((value for value in values if isinstance(value, Unknown)), None) or math.prod(values)  # type: ignore[arg-type]
 
 
+def total(values: Sequence[int | Unknown]) -> int | Unknown:
+    """Sum of integers; unknown if one of them is."""
+    return next((value for value in values if isinstance(value, Unknown)), None) or sum(values)  # type: ignore[arg-type]
+
+
 def dtype_bits(dtype: str) -> int | Unknown:
     """Bits of one element.
 
@@ -382,6 +387,7 @@ class _Walk:
         self.functor, self.simplify = tirx.stmt_functor, arith.Analyzer().simplify
         self.kernel, self.extents, self.tensors = kernel, extents, tensors
         self.found: list[Launch] = []
+        self.elements = 0  # loops over single elements around a statement
         self.launches(kernel.function.body, ())
 
     def number(self, expr: Any) -> int | Unknown:
@@ -455,13 +461,18 @@ class _Walk:
         if kind == "While":
             trips = Unknown(f"`while {node.condition}` ends at run time")
             return [Loop("", trips, None, (), tuple(self.nodes(node.body)))]
-        if kind == "For" and int(node.kind) not in (1, 2):
+        if kind == "For" and int(node.kind) in (1, 2):  # T.Parallel, T.vectorized
+            self.elements += 1
+            inner = self.nodes(node.body)
+            self.elements -= 1
+            return [_merged(inner, self.number(node.extent))]
+        if kind == "For":
             notes = dict(node.annotations or {})
             stages = int(notes["num_stages"]) if "num_stages" in notes else None
             body = tuple(self.nodes(node.body))
             return [Loop(str(node.loop_var.name), self.number(node.extent), stages, tuple(map(str, notes)), body)]
-        if kind in ("For", "BufferStore"):  # T.Parallel, T.vectorized
-            return [_Elements(self, node).op()]
+        if kind == "BufferStore":
+            return [self.store(node)]
         if kind == "Evaluate":
             return self.call(node.value)
         if kind == "Bind":
@@ -475,8 +486,28 @@ class _Walk:
         return [self.places[n.buffer] for n in found if n.buffer in self.places]
 
     def reads(self, expr: Any) -> list[Node]:
-        inner = [place for place in dict.fromkeys(self.touched(expr)) if self.buffers[place].scope != "global"]
-        return [Op("other", tuple(inner))] if inner else []
+        """What an expression reads; of device memory only where every element reads it."""
+        found = [place for place in self.touched(expr) if self.elements or not self.in_memory(place)]
+        return [Op("other", tuple(dict.fromkeys(found)), moved=self.loads(found))] if found else []
+
+    def loads(self, places: Sequence[int]) -> dict[int, int | Unknown]:
+        return dict(collections.Counter(filter(self.in_memory, places)))
+
+    def in_memory(self, place: int) -> bool:
+        return self.buffers[place].scope == "global"
+
+    def is_shared(self, place: int) -> bool:
+        return self.buffers[place].scope.startswith("shared")
+
+    def store(self, node: Any) -> Op:
+        target, value = self.places.get(node.buffer), node.value
+        loads = [place for part in (value, *node.indices) for place in self.touched(part)]
+        while _kind(value) == "Cast":
+            value = value.value
+        source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
+        pure = target is not None and source is not None and self.is_shared(target) and self.in_memory(source)
+        writes = () if target is None else (target,)
+        return Op("other", tuple(dict.fromkeys(loads)), writes, self.loads(loads), 0, pure)
 
     def call(self, call: Any) -> list[Node]:
         name = str(getattr(getattr(call, "op", None), "name", ""))
@@ -491,66 +522,34 @@ class _Walk:
                 continue
             reads += [place] if access & 1 else []
             writes += [place] if access & 2 else []
-            if access == 1 and self.buffers[place].scope == "global":
+            if access == 1 and self.in_memory(place):
                 moved[place] = product(list(map(self.number, region.args[2:])))
         kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in name), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
-        pure = kind == "copy" and bool(moved) and self.all_shared(writes)
+        pure = kind == "copy" and bool(moved) and all(map(self.is_shared, writes))
         return [Op(kind, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), moved, flops, pure)]
 
-    def all_shared(self, places: Sequence[int]) -> bool:
-        return all(self.buffers[place].scope.startswith("shared") for place in places)
 
-
-class _Elements:
+def _merged(nodes: Sequence[Node], times: int | Unknown) -> Op:
     """A loop nest over single elements as one statement."""
+    reads: dict[int, None] = {}
+    writes: dict[int, None] = {}
+    moved: dict[int, int | Unknown] = {}
+    pure = True
 
-    def __init__(self, walk: _Walk, node: Any) -> None:
-        self.walk, self.pure = walk, True
-        self.reads: dict[int, None] = {}
-        self.writes: dict[int, None] = {}
-        self.moved: dict[int, int | Unknown] = {}
-        self.visit(node, 1)
+    def add(nodes: Sequence[Node], times: int | Unknown) -> None:
+        nonlocal pure
+        for node in nodes:
+            if isinstance(node, Loop):
+                add(node.body, product((times, node.trips)))
+            elif isinstance(node, Branch):
+                add([*node.body, *node.orelse], times)
+            else:
+                reads.update(dict.fromkeys(node.reads))
+                writes.update(dict.fromkeys(node.writes))
+                pure &= node.pure_copy or not node.writes
+                for place, count in node.moved.items():
+                    moved[place] = total((moved.get(place, 0), product((times, count))))
 
-    def op(self) -> Op:
-        pure = self.pure and bool(self.moved) and bool(self.writes) and self.walk.all_shared(list(self.writes))
-        return Op("other", tuple(self.reads), tuple(self.writes), self.moved, 0, pure)
-
-    def visit(self, node: Any, times: int | Unknown) -> None:
-        kind = _kind(node)
-        if kind == "For":
-            self.visit(node.body, product((times, self.walk.number(node.extent))))
-        elif kind == "SeqStmt":
-            for each in node.seq:
-                self.visit(each, times)
-        elif kind == "IfThenElse":
-            self.note(node.condition, times)
-            for way in (node.then_case, node.else_case):
-                if way is not None:
-                    self.visit(way, times)
-        elif kind == "BufferStore":
-            self.store(node, times)
-        elif hasattr(node, "body"):
-            self.visit(node.body, times)
-        else:
-            self.pure = False
-            self.note(getattr(node, "value", node), times)
-
-    def store(self, node: Any, times: int | Unknown) -> None:
-        target, value = self.walk.places.get(node.buffer), node.value
-        if target is not None:
-            self.writes[target] = None
-        while _kind(value) == "Cast":
-            value = value.value
-        source = self.walk.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
-        self.pure &= target is not None and source is not None and self.walk.buffers[source].scope == "global"
-        for part in (node.value, *node.indices):
-            self.note(part, times)
-
-    def note(self, expr: Any, times: int | Unknown) -> None:
-        for place in self.walk.touched(expr):
-            self.reads[place] = None
-            if self.walk.buffers[place].scope == "global":
-                before = self.moved.get(place, 0)
-                unknown = next((each for each in (before, times) if isinstance(each, Unknown)), None)
-                self.moved[place] = unknown or before + times  # type: ignore[operator]
+    add(nodes, times)
+    return Op("other", tuple(reads), tuple(writes), moved, 0, pure and bool(moved) and bool(writes))
