@@ -78,7 +78,10 @@ class Names:
             node, scope = stack.pop()
             self.nodes.append((node, scope))
             self._bind(node, scope)
-            stack += reversed([*(self._enter(node, scope) if isinstance(node, Function) else _inside(node, scope))])
+            if isinstance(node, Function):
+                stack += reversed([*self._enter(node, scope)])
+            else:
+                stack += reversed([(child, scope) for child in ast.iter_child_nodes(node)])
             annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
             if annotation is not None:
                 self.annotated.update(ast.walk(annotation))
@@ -102,7 +105,6 @@ class Names:
         for parameter, default in [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]:
             if default is not None:
                 self._bind_target(ast.Name(parameter.arg), default, inner, scope)
-                self._add_store(parameter.arg, default, inner)
         if isinstance(node, ast.Lambda):
             inner.returned.append(node.body)
             yield node.body, inner
@@ -128,8 +130,6 @@ class Names:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
                     self._bind_target(target, value, scope)
-                    if scope is self.module and isinstance(target, ast.Name):
-                        self._add_store(target.id, value, scope)
             case ast.AugAssign(target=ast.Name() as target, op=op, value=value):
                 self._bind_target(target, ast.BinOp(target, op, value), scope)
             case (
@@ -148,13 +148,10 @@ class Names:
         home = self.module if name in scope.globals else scope
         home.names[name] = home.names.get(name, _NONE) | set(marks)
 
-    def _add_store(self, name: str, value: ast.AST, scope: Scope) -> None:
-        if isinstance(value, _CONTAINERS):
-            self._add(scope, name, f"store:{name}")
-
     def _bind_target(self, target: ast.AST, value: ast.expr, scope: Scope, origin: Scope | None = None) -> None:
         if isinstance(target, ast.Name):
-            self._add(scope, target.id)
+            outlives = isinstance(value, _CONTAINERS) and (origin or scope is self.module)
+            self._add(scope, target.id, *([f"store:{target.id}"] if outlives else []))
             home = self.module if target.id in scope.globals else scope
             self._flows.append((home, target.id, value, origin or scope))
         elif isinstance(target, (ast.Tuple, ast.List)):
@@ -220,6 +217,8 @@ class Names:
             case ast.IfExp(body=left, orelse=right):
                 return of(left, right)
             case ast.NamedExpr(value=value) | ast.Starred(value=value):
+                return of(value)
+            case ast.ListComp(elt=value) | ast.SetComp(elt=value) | ast.GeneratorExp(elt=value):
                 return of(value)
             case ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
                 return of(*values)
@@ -292,10 +291,6 @@ def parameters(function: Function) -> list[ast.arg]:
     arguments = function.args
     listed = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
     return [parameter for parameter in listed if parameter is not None]
-
-
-def _inside(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-    return ((child, scope) for child in ast.iter_child_nodes(node))
 
 
 def _given(function: Function | ast.Module, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:

@@ -35,8 +35,8 @@ Confidence = Literal["stated", "reported", "observed", "inferred"]
 CONTEST_ONLY: frozenset[str] = frozenset({"ruling", "limit"})
 #: What the annotation of a prim_func's parameter is made of.
 _ANNOTATION = (
-    ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.keyword, ast.Load, ast.BinOp, ast.Add, ast.Sub,
-    ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UnaryOp, ast.USub,
+    ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div,
+    ast.FloorDiv, ast.Mod, ast.UnaryOp, ast.USub,
 )  # fmt: skip
 Text = Annotated[str, Field(min_length=1)]
 
@@ -220,14 +220,14 @@ class _Checker:
             where = "kernel" if scope in self.names.kernels else "host"
             for name, place, sure in self._spelled(node, scope):
                 for rule, find in broken(name, where):
-                    text = _text(place) if "{text}" in find.says else ""
+                    text = self.text(place) if "{text}" in find.says else ""
                     self.found(rule.id, place, what(find, name, text), sure=sure and find.level is None)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._function(node, scope)
             self._kept(node, scope)
             torch_tensor = isinstance(node, ast.Constant) and "torch.Tensor" in str(node.value)
             if node in self.names.annotated and (torch_tensor or "torch.Tensor" in self.names.library(node, scope)):
-                self.found("torch-tensor-annotation", node, f"got the annotation `{_text(node)}`")
+                self.found("torch-tensor-annotation", node, f"got the annotation `{self.text(node)}`")
         return sorted(self.findings.values(), key=lambda item: (item.line, item.column, item.rule_id))
 
     def found(self, rule_id: str, node: ast.AST, what: str, *, sure: bool = True) -> None:
@@ -241,6 +241,15 @@ class _Checker:
         key = (rule_id, line, column)
         if key not in self.findings or (level == "violation" and self.findings[key].level == "advice"):
             self.findings[key] = Finding(rule_id, level, f"{what}. {rule.sentence}", line, column)
+
+    def text(self, node: Any) -> str:
+        """The first words of a node in one line."""
+        first, last, start, end = node.lineno - 1, node.end_lineno - 1, node.col_offset, node.end_col_offset
+        lines = [*self.lines[first : min(last, first + 2) + 1]]
+        lines[-1] = lines[-1][: end if last < first + 3 else None]
+        lines[0] = lines[0][start:]
+        text = " ".join(b" ".join(lines).decode(errors="ignore").split())
+        return text if len(text) <= 60 else text[:57] + "..."
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -268,11 +277,10 @@ class _Checker:
                     yield f"name.{alias.asname or alias.name}"
             case ast.Attribute(value=value, attr=attribute):
                 yield f"any.{attribute}"
-                libraries = [] if node in names.annotated and "torch.Tensor" in names.library(node, scope) else (
-                    names.library(node, scope)
-                )  # fmt: skip
-                yield from libraries
-                if not names.library(node, scope):
+                libraries = names.library(node, scope)
+                if node not in names.annotated or "torch.Tensor" not in libraries:  # that has a rule of its own
+                    yield from libraries
+                if not libraries:
                     yield f"object.{attribute}"
                     if carried(names.marks(value, scope)):
                         yield f"tensor.{attribute}"
@@ -346,13 +354,13 @@ class _Checker:
                     for target in node.targets:
                         items = target.elts if isinstance(target, ast.Tuple) else [target]
                         if not all(isinstance(item, ast.Name) for item in items):
-                            self.found("module-target", target, f"got the target `{_text(target)}`")
+                            self.found("module-target", target, f"got the target `{self.text(target)}`")
                     try:
                         ast.literal_eval(node.value)
                     except (ValueError, TypeError, SyntaxError, MemoryError):
-                        self.found("module-literal", node.value, f"got `{_text(node.value)}`")
+                        self.found("module-literal", node.value, f"got `{self.text(node.value)}`")
                 case _:
-                    self.found("module-statement", node, f"got `{_text(node)}`")
+                    self.found("module-statement", node, f"got `{self.text(node)}`")
 
     def _entry(self) -> None:
         found = [node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == ENTRY_POINT]
@@ -384,7 +392,7 @@ class _Checker:
         for decorator, names in decorators:
             if not names & {"jit", "prim_func"} and not (node.name == ENTRY_POINT and scope is self.names.module):
                 sure = not names & {"macro", "autotune"}
-                self.found("decorator", decorator, f"got @{_text(decorator)} on {node.name}", sure=sure)
+                self.found("decorator", decorator, f"got @{self.text(decorator)} on {node.name}", sure=sure)
         if "prim_func" in known:
             for parameter in parameters(node):
                 self._annotation(parameter, scope)
@@ -396,14 +404,15 @@ class _Checker:
         whole, rule = parameter.annotation, "prim-func-annotation"
         head = whole.func if isinstance(whole, ast.Call) else whole.value if isinstance(whole, ast.Subscript) else None
         if whole is None or head is None or "Tensor" not in self.names.tilelang(head, scope):
-            shown = f"`{_text(whole)}`" if whole else "no annotation"
+            shown = f"`{self.text(whole)}`" if whole else "no annotation"
             self.found(rule, whole or parameter, f"parameter {parameter.arg} has {shown}")
             return
-        for part in ast.walk(whole):
+        for part in (node for node in ast.walk(whole) if isinstance(node, ast.expr) and node is not whole):
             name = getattr(part, "id", "") or getattr(part, "attr", "")
             foreign = isinstance(part, ast.Attribute) and not self.names.tilelang(part, scope)
-            if part is not whole and (not isinstance(part, _ANNOTATION) or name.startswith("_") or foreign):
-                self.found(rule, part, f"`{_text(part)}` in the annotation of {parameter.arg}")
+            known = isinstance(part, _ANNOTATION) and isinstance(getattr(part, "op", ast.Add()), _ANNOTATION)
+            if not known or foreign or name.startswith("_"):
+                self.found(rule, part, f"`{self.text(part)}` in the annotation of {parameter.arg}")
                 return
 
     # -- what is kept between calls ----------------------------------------------------------------------------------
@@ -414,42 +423,33 @@ class _Checker:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
                     if isinstance(target, ast.Subscript):
-                        for store in self._stores(target.value, scope):
-                            self._keep(node, store, target.slice, [value], scope)
+                        self._keep(node, target.value, target.slice, [value], scope)
                     elif isinstance(target, ast.Name) and target.id in scope.globals:
-                        self._keep(node, target.id, None, [value], scope)
-            case ast.Call(
-                func=ast.Attribute(
-                    value=base, attr="append" | "add" | "setdefault" | "insert" | "update" | "extend" as method
-                ),
-                args=given,
-            ):
-                keyed = method in ("setdefault", "insert") and len(given) == 2
-                for store in self._stores(base, scope):
-                    self._keep(node, store, given[0] if keyed else None, given[1:] if keyed else given, scope)
-
-    def _stores(self, node: ast.expr, scope: Scope) -> list[str]:
-        return [mark[6:] for mark in self.names.marks(node, scope) if mark.startswith("store:")]
+                        self._keep(node, target, None, [value], scope)
+            case ast.Call(func=ast.Attribute(value=base, attr="setdefault" | "insert"), args=[key, value]):
+                self._keep(node, base, key, [value], scope)
+            case ast.Call(func=ast.Attribute(value=base, attr="append" | "add" | "update" | "extend"), args=values):
+                self._keep(node, base, None, values, scope)
 
     def _keep(
-        self, node: ast.AST, store: str, key: ast.expr | None, values: list[ast.expr], scope: Scope
+        self, node: ast.AST, base: ast.expr, key: ast.expr | None, values: list[ast.expr], scope: Scope
     ) -> None:  # fmt: skip
+        stores = [mark[6:] for mark in self.names.marks(base, scope) if mark.startswith("store:")]
+        store = base.id if isinstance(base, ast.Name) and base.id in scope.globals else next(iter(stores), "")
+        if not store:
+            return
         kept = {mark[1:] for value in values for mark in carried(self.names.marks(value, scope))} - {"fresh"}
-        if kept:
-            what = (
-                "the result of this call" if "out" in kept else f"values of {', '.join(sorted(kept))} for later calls"
-            )
-            self.found("result-cache", node, f"{store} keeps {what}", sure="out" in kept)
+        said = []
+        if kept and "out" not in kept:
+            said.append(f"{store} keeps values of {', '.join(sorted(kept))} for later calls")
         if key is not None and "identity:" in self.names.marks(key, scope):
-            what = f"{store} is keyed by `{_text(key)}`, the identity or the values of something"
-            self.found("result-cache", node, what, sure=False)
+            said.append(f"{store} is keyed by `{self.text(key)}`, the identity or the values of something")
         inside = [part for value in values for part in ast.walk(value)]
-        again = any(isinstance(part, ast.Name) and part.id == store for part in inside)
-        if again and any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) for part in inside):
-            self.found("result-cache", node, f"{store} counts calls", sure=False)
-
-
-def _text(node: Any) -> str:
-    """Source text of a node in one short line."""
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+        if any(isinstance(part, ast.Name) and part.id == store for part in inside) and any(
+            isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) for part in inside
+        ):
+            said.append(f"{store} counts calls")
+        if "out" in kept:
+            self.found("result-cache", node, f"{store} keeps the result of this call")
+        for what in said:
+            self.found("result-cache", node, what, sure=False)
