@@ -246,7 +246,7 @@ class _Reader:
     def ahead(self, questions: Sequence[Question]) -> None:
         with self._wanted:
             self._todo = list(questions)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work_ahead, name="moe_lab reader", daemon=True)
                 self._thread.start()
             self._wanted.notify_all()
