@@ -154,7 +154,7 @@ def test_a_submission_is_a_file_or_a_step(command: str, tmp_path: Path) -> None:
 def test_a_step_is_fitted_and_judged_by_its_name_unless_a_file_has_it(tmp_path: Path) -> None:
     fitted = run_main("fit", "h6", cwd=tmp_path)
     assert (fitted.returncode, fitted.stdout.splitlines()[0]) == (
-        1, "h6_matrix_stores.py on MetaX C500, case 1: does not fit"
+        1, "h6_matrix_stores.py, case 1, balanced, MetaX C500: does not fit"
     )  # fmt: skip
     judged = run_main("judge", "h6_matrix_stores", cwd=tmp_path)
     assert judged.returncode == 1

@@ -166,7 +166,8 @@ def print_out(
     """
     from rich.table import Table
 
-    console.print(f"{readout.title}\n{readout.sentence}", highlight=False, markup=False)
+    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[readout.fits]
+    console.print(f"{readout.title}: {verdict}\n{readout.sentence}", highlight=False, markup=False)
     table, stages = Table(*readout.columns), len(readout.columns) - 1
     for number in range(len(readout.gauges) // stages):
         row = readout.gauges[number :: len(readout.gauges) // stages]

@@ -494,7 +494,7 @@ def run_fit(*args):
 def test_the_command_says_fits_or_why_not(tmp_path):
     fits = run_fit(str(STEPS["s0_baseline"].path))
     assert fits.returncode == 0, fits.stderr
-    assert fits.stdout.startswith("s0_baseline.py, case 1, balanced, MetaX C500\nFits the MetaX C500.")
+    assert fits.stdout.startswith("s0_baseline.py, case 1, balanced, MetaX C500: fits\nFits the MetaX C500.")
     assert "elsewhere: h200 fits" in fits.stdout
     # The limit that the explorer and the rule block-threads name too: none is published for a block.
     assert re.search(r"threads +│ 256 of 2048 a block +│ 256 of 2048 a block", fits.stdout)
