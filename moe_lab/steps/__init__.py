@@ -80,6 +80,7 @@ STEPS: dict[str, Step] = {
             "open",
             recommended=True,
         ),
+        Step("h7_any_shape", "hopper", "any H and I of 64, busy and quiet experts mixed", "h6_matrix_stores", "open"),
     )
 }
 

@@ -32,7 +32,6 @@ BLOCK_M = 128
 LOG2_E = 1.44269504
 
 KERNELS = {}
-WORKSPACES = {}
 
 
 @tilelang.jit(
@@ -115,6 +114,7 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
             steps = T.alloc_var("int32", init=0)
             side = T.alloc_var("int32", init=0)
             route_weight = T.alloc_var("float32", init=0.0)
+            told = T.alloc_local((6,), "int32")
             dirty = T.alloc_local((zero_steps,), "uint32")
 
             if thread <= num_experts:
@@ -139,11 +139,9 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                             T.mbarrier_wait_parity(empty[slot], ((step // STAGES) & 1) ^ 1)
                             if thread == CONSUMERS:
                                 notes[message + slot * 6] = -1
+                            T.sync_warp()
+                            if T.shuffle_elect(32):
                                 T.mbarrier_arrive(full[slot])
-                                # The last block to come here leaves the counters as it found them.
-                                if T.atomic_add(counters[1], 1, return_prev=True) == BLOCKS - 1:
-                                    for c in T.serial(notes[num_experts] + 2):
-                                        counters[c] = 0
                         else:
                             stage2 = T.if_then_else(work >= notes[num_experts] * stage1_tiles, 1, 0)
                             feature = T.if_then_else(stage2 == 1, stage2_tiles, stage1_tiles)
@@ -169,18 +167,23 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                             row = group_padded_offsets[expert] + first
                             steps = T.if_then_else(stage2 == 1, stage2_steps, stage1_steps)
                             if stage2 == 1:
-                                while T.atomic_load(counters[2 + tile], "acquire") < stage1_tiles * 8:
+                                while T.atomic_load(counters[1 + tile], "acquire") < stage1_tiles * 8:
                                     T.evaluate(0)
+                                # Hidden activation was stored through one proxy and is now read through another.
+                                T.call_extern("handle", "asm volatile", "fence.proxy.async.global;")
                             for k in T.serial(steps):
                                 slot = step % STAGES
                                 T.mbarrier_wait_parity(empty[slot], ((step // STAGES) & 1) ^ 1)
-                                if k == 0 and thread == CONSUMERS:
-                                    notes[message + slot * 6] = stage2
-                                    notes[message + slot * 6 + 1] = tile
-                                    notes[message + slot * 6 + 2] = row
-                                    notes[message + slot * 6 + 3] = feature
-                                    notes[message + slot * 6 + 4] = height
-                                    notes[message + slot * 6 + 5] = group_offsets[expert] + first
+                                if k == 0:
+                                    if thread == CONSUMERS:
+                                        notes[message + slot * 6] = stage2
+                                        notes[message + slot * 6 + 1] = tile
+                                        notes[message + slot * 6 + 2] = row
+                                        notes[message + slot * 6 + 3] = feature
+                                        notes[message + slot * 6 + 4] = height
+                                        notes[message + slot * 6 + 5] = group_offsets[expert] + first
+                                    # The lane that arrives on the barrier below may be another one.
+                                    T.sync_warp()
                                 if stage2 == 0:
                                     T.tma_copy(
                                         gate_w[
@@ -241,12 +244,12 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                                     T.mbarrier_arrive(full[slot])
                                 step = step + 1
                 else:
-                    # One padding row of each block of 128 rows; read first, for a write costs twice as much.
+                    # Padding rows of each block of 128, BLOCKS apart; read first, for a write costs twice as much.
                     for b in T.serial(blocks):
                         expert = group_idx_for_bx[b]
                         size = group_sizes[expert] - (b * BLOCK_M - group_padded_offsets[expert])
                         row = T.max(0, T.min(BLOCK_M, size)) + (bx + b * 37) % BLOCKS
-                        if row < BLOCK_M:
+                        while row < BLOCK_M:
                             for c in T.unroll(zero_steps):
                                 count = c * 96 + thread - (CONSUMERS + 32)
                                 dirty[c] = T.uint32(0)
@@ -258,25 +261,31 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                                 if dirty[c] != T.uint32(0):
                                     for v in T.vectorized(8):
                                         out[b * BLOCK_M + row, count * 8 + v] = T.float16(0)
+                            row = row + BLOCKS
             else:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 while running == 1:
                     slot = step % STAGES
                     T.mbarrier_wait_parity(full[slot], (step // STAGES) & 1)
-                    stage2 = notes[message + slot * 6]
-                    tile = notes[message + slot * 6 + 1]
-                    row = notes[message + slot * 6 + 2]
-                    feature = notes[message + slot * 6 + 3]
-                    height = notes[message + slot * 6 + 4]
+                    # Nothing is read before the wait is over, and the lane that gives the slot back has read for all.
+                    T.sync_warp()
+                    if thread % 32 == 0:
+                        for q in T.unroll(6):
+                            told[q] = notes[message + slot * 6 + q]
+                    for q in T.unroll(6):
+                        told[q] = T.shfl_sync(told[q], 0)
+                    stage2 = told[0]
+                    tile = told[1]
+                    row = told[2]
+                    feature = told[3]
+                    height = told[4]
                     if stage2 < 0:
                         running = 0
                     else:
                         steps = T.if_then_else(stage2 == 1, stage2_steps, stage1_steps)
                         # On its way while the tile is multiplied.
                         if stage2 == 1 and thread < height:
-                            route_weight = T.cast(
-                                routed_expert_weights[notes[message + slot * 6 + 5] + thread], "float32"
-                            )
+                            route_weight = T.cast(routed_expert_weights[told[5] + thread], "float32")
                         for low, high in bands:
                             if height > low and height <= high:
                                 # Features by tokens: gate and up in stage 1, the two halves of 256 in stage 2.
@@ -325,7 +334,7 @@ def _moe_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_dt
                                     # Eight warps times stage1_tiles make a tile of hidden activation complete.
                                     T.sync_warp()
                                     if thread % 32 == 0:
-                                        T.atomic_add(counters[2 + tile], 1, memory_order="release")
+                                        T.atomic_add(counters[1 + tile], 1, memory_order="release")
                                 else:
                                     # Two sides in turn: a slow warp may still read the weights of the tile before.
                                     side = 1 - side
@@ -394,7 +403,7 @@ def _plain_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_
                 if bx >= before and bx < before + T.ceildiv(group_sizes[e], max_height):
                     found = e + 1
                 before = before + T.ceildiv(group_sizes[e], max_height)
-            counters[2 + bx] = found
+            counters[1 + bx] = found
 
             expert = group_idx_for_bx[bx]
             valid = T.max(0, T.min(BLOCK_M, group_sizes[expert] - (bx * BLOCK_M - group_padded_offsets[expert])))
@@ -409,10 +418,10 @@ def _plain_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_
             gate_acc = T.alloc_fragment((HALF, max_height), "float32")
             up_acc = T.alloc_fragment((HALF, max_height), "float32")
             first = T.alloc_var("int32", init=0)
-            if counters[2 + bx] > 0:
-                expert = counters[2 + bx] - 1
+            if counters[1 + bx] > 0:
+                expert = counters[1 + bx] - 1
                 for b in T.serial(bx):
-                    if counters[2 + b] == counters[2 + bx]:
+                    if counters[1 + b] == counters[1 + bx]:
                         first = first + max_height
                 T.clear(gate_acc)
                 T.clear(up_acc)
@@ -433,10 +442,10 @@ def _plain_forward_kernel(hidden, intermediate, num_experts, num_offsets, route_
             down_shared = T.alloc_shared((HALF, BLOCK_K), "float16")
             out_acc = T.alloc_fragment((HALF, max_height), "float32")
             first = T.alloc_var("int32", init=0)
-            if counters[2 + bx] > 0:
-                expert = counters[2 + bx] - 1
+            if counters[1 + bx] > 0:
+                expert = counters[1 + bx] - 1
                 for b in T.serial(bx):
-                    if counters[2 + b] == counters[2 + bx]:
+                    if counters[1 + b] == counters[1 + bx]:
                         first = first + max_height
                 T.clear(out_acc)
                 for k in T.serial(T.ceildiv(intermediate, BLOCK_K)):
@@ -457,23 +466,26 @@ def _get_kernel(hidden, intermediate, num_experts, num_offsets, route_dtype, on_
     by_hand = on_gpu and hidden % (2 * HALF) == 0 and intermediate % HALF == 0 and num_experts <= 128
     key = (hidden, intermediate, num_experts, num_offsets, route_dtype, by_hand)
     if key not in KERNELS:
+        if on_gpu and not by_hand:
+            print(
+                f"h5: got H = {hidden}, I = {intermediate}, E = {num_experts}. The fast kernel takes H a multiple of "
+                f"{2 * HALF}, I of {HALF}, E at most 128. This call takes a plain form, several times slower."
+            )
         build = _moe_forward_kernel if by_hand else _plain_forward_kernel
         KERNELS[key] = build(hidden, intermediate, num_experts, num_offsets, route_dtype)
     return KERNELS[key]
 
 
-def _get_workspace(device, blocks, hidden, intermediate, num_experts, dtype):
+def _get_workspace(device, blocks, intermediate, dtype):
     """Hidden activation, HEIGHTS[-1] rows a tile (no expert has more tiles than blocks), and counters that start at 0.
 
-    A launch leaves the counters at 0 again. Two launches at once, on two streams, would disturb each other.
+    New ones for every call, from torch's own pool of memory: two streams never share them, an aborted launch leaves
+    nothing behind, and nothing piles up. The zeros cost 1 to 3 us a call on an H200.
     """
-    key = (device.index, blocks, hidden, intermediate, num_experts, dtype)
-    if key not in WORKSPACES:
-        WORKSPACES[key] = (
-            torch.empty((blocks * HEIGHTS[-1], intermediate), dtype=dtype, device=device),
-            torch.zeros((blocks + 2,), dtype=torch.int32, device=device),
-        )
-    return WORKSPACES[key]
+    return (
+        torch.empty((blocks * HEIGHTS[-1], intermediate), dtype=dtype, device=device),
+        torch.zeros((blocks + 1,), dtype=torch.int32, device=device),
+    )
 
 
 def run_kernel(stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weights,
@@ -483,7 +495,7 @@ def run_kernel(stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weight
     route_dtype = "float16" if routed_expert_weights.dtype == torch.float16 else "float32"
     kernel = _get_kernel(hidden, intermediate, num_experts, group_offsets.shape[0], route_dtype, out.is_cuda)
     blocks = group_idx_for_bx.shape[0]
-    up_logits, counters = _get_workspace(out.device, blocks, hidden, intermediate, num_experts, out.dtype)
+    up_logits, counters = _get_workspace(out.device, blocks, intermediate, out.dtype)
     kernel(
         stacked_expert_tokens, gate_w, up_w, down_w, routed_expert_weights,
         group_sizes, group_offsets, group_padded_offsets, group_idx_for_bx, up_logits, counters, out,

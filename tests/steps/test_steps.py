@@ -1,6 +1,8 @@
 import ast
+import dataclasses
 import inspect
 import subprocess
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from moe_lab.machine import backend
 from moe_lab.model.lowering import Lowering, lower_many
 from moe_lab.problem.contract import CASES, ENTRY_POINT, TEMPLATE_NAMES, Case
 from moe_lab.problem.errors import SubmissionError
-from moe_lab.problem.inputs import make_inputs
+from moe_lab.problem.inputs import Inputs, make_inputs
 from moe_lab.problem.reference import fused_truth
 from moe_lab.steps import STEPS, find, predecessors, step
 
@@ -75,6 +77,107 @@ def test_a_step_on_a_gpu_gives_the_truth_and_writes_nowhere_else(name: str) -> N
     assert room[-block:].eq(7.0).all()
     for before, after in zip(untouched, inputs.args, strict=False):
         assert before.view(torch.uint8).equal(after.view(torch.uint8))
+
+
+#: The steps whose blocks stay until all tiles are done.
+BY_HAND = ["h4_persistent", "h5_heights", "h6_matrix_stores", "h7_any_shape"]
+
+
+def check_on_a_gpu(run_kernel: Callable[..., None], inputs: Inputs, tolerance: float = 1e-3) -> None:
+    """One call into an out full of NaN: valid rows as the truth, padding rows 0."""
+    inputs.out.fill_(float("nan"))
+    run_kernel(*inputs.args)
+    truth = fused_truth(inputs)
+    assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= tolerance * truth.abs().max()
+    padding = torch.ones(len(inputs.out), dtype=torch.bool, device="cuda")
+    padding[inputs.valid_rows] = False
+    assert inputs.out[padding].eq(0.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [78, 114, 132, 144])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_persistent_step_is_right_with_any_number_of_blocks(name: str, blocks: int) -> None:
+    case = Case("sizes around tiles and blocks", 9, 512, 256, 843)
+    inputs = make_inputs(case, (1, 0, 300, 129, 128, 63, 17, 200, 5), token_poison="nan", seed=3, device="cuda")
+    check_on_a_gpu(backend.load(step(name).with_literals(BLOCKS=blocks)), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_persistent_step_works_on_two_streams_and_keeps_no_memory(name: str) -> None:
+    run_kernel = backend.load(step(name))
+    sets = [make_inputs(ON_A_GPU, GROUPS, token_poison="nan", seed=seed, device="cuda") for seed in (1, 2)]
+    for inputs in sets:
+        check_on_a_gpu(run_kernel, inputs)
+    alone = [inputs.out.clone() for inputs in sets]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        for inputs, stream in zip(sets, streams, strict=True):
+            with torch.cuda.stream(stream):
+                run_kernel(*inputs.args)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    for inputs, expected in zip(sets, alone, strict=True):
+        assert inputs.out.equal(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "intermediate", "sizes"),
+    [
+        (3, 64, 64, (5, 0, 70)),
+        (5, 576, 320, GROUPS),
+        (32, 2880, 2880, tuple(range(32))),
+        (256, 320, 192, (600, *range(255))),
+        (512, 320, 192, (0, 600, *(expert % 7 for expert in range(510)))),
+    ],
+)
+def test_the_step_for_any_shape_is_right_on_a_gpu(
+    dtype: torch.dtype, num_experts: int, hidden: int, intermediate: int, sizes: tuple[int, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    case = Case("a shape", num_experts, hidden, intermediate, sum(sizes))
+    inputs = make_inputs(case, sizes, token_poison="nan", seed=3, device="cuda")
+    halves = {
+        field.name: getattr(inputs, field.name).to(dtype)
+        for field in dataclasses.fields(inputs)
+        if getattr(getattr(inputs, field.name), "dtype", None) == torch.float16
+    }
+    # bf16 has 8 bits of 11: its rounding is eight times as coarse.
+    check_on_a_gpu(
+        backend.load(step("h7")), dataclasses.replace(inputs, **halves), 1e-3 if dtype == torch.float16 else 8e-3
+    )
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.gpu
+def test_the_step_for_any_shape_says_when_it_is_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = make_inputs(RAGGED, (128, 3), token_poison="nan", seed=3, device="cuda")
+    check_on_a_gpu(backend.load(step("h7")), inputs)
+    assert "got H = 200, I = 136, E = 2" in capsys.readouterr().out
+
+
+def test_hidden_activation_is_fenced_between_its_two_proxies() -> None:
+    (by_hand,) = lower_many([Lowering(step("h4"), SMALL, "sm_90a")])
+    lines = by_hand[0].source.splitlines() if not isinstance(by_hand, Exception) else []
+    waits = next(number for number, line in enumerate(lines) if "AtomicLoad" in line)
+    fence = next(number for number, line in enumerate(lines) if "fence.proxy.async.global" in line)
+    loads = next(number for number, line in enumerate(lines) if "tma_load" in line and "up_logits_desc" in line)
+    assert waits < fence < loads
+
+
+def test_the_plain_form_is_the_same_text_in_every_step_that_has_it() -> None:
+    texts = {
+        ast.unparse(node)
+        for name in BY_HAND[:3]
+        for node in step(name).tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "_plain_forward_kernel"
+    }
+    assert len(texts) == 1
 
 
 @pytest.fixture
