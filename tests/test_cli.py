@@ -142,7 +142,7 @@ def test_a_fault_of_the_tool_is_one_sentence_and_no_rejection(
 @pytest.mark.parametrize("command", ["judge", "fit", "tune"])
 def test_a_submission_is_a_file_or_a_step(command: str, tmp_path: Path) -> None:
     for given, says in (
-        ("h7", "got no file h7, expected a Python file with run_kernel or the name of a step"),
+        ("h9", "got no file h9, expected a Python file with run_kernel or the name of a step"),
         ("h6.py", "got no file h6.py, expected a Python file with run_kernel"),
     ):
         done = run_main(command, given, cwd=tmp_path)
