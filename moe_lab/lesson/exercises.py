@@ -1,17 +1,7 @@
 """The exercises of the notebooks: data beside each notebook, and the check of what the reader filled in.
 
-``notebooks/exercises/NN_name.yaml`` lists the exercises of one notebook. :mod:`moe_lab.lesson.notebooks` writes the
-cells from there, so that a gap and its solution cannot drift apart. The fields of an exercise:
-
-- ``key`` names it in cell tags and in :func:`check`; ``title`` is a few words, ``task`` Markdown that says what to do.
-- ``kind`` says what is compared, see :data:`KINDS`.
-- ``answer`` is the name that the gap defines, ``gap`` the source with ``...`` where the reader writes.
-- ``fill`` is what replaces the ``...``: that is the solution. Several gaps have a list of fills. Where the solution is
-  more than a filled gap, ``code`` is its whole source instead.
-- ``hints``: three, from where to look to almost the code. ``lesson``: what a right answer has shown; printed.
-- ``mistakes``: at least two usual wrong answers, each a ``fill`` or ``code``, and a ``name``: what went wrong, as the
-  end of "this is what comes out if ...".
-- ``probes``: how the answer is tried. For a function each is the arguments of one call, as Python.
+``notebooks/exercises/NN_name.yaml`` lists the exercises of one notebook; the README beside it says what each field
+means. :mod:`moe_lab.lesson.notebooks` writes the cells from there, so that a gap and its solution cannot drift apart.
 
 A check compares behaviour, never text. The reader's answer is observed, the solution is observed in the same way, and
 the two must agree. If they do not, every known mistake is observed too, and the one that behaves like the reader's
@@ -149,10 +139,9 @@ def _judged(source: str) -> _Outcome:
     return _Outcome("a file that does not run", f" ({report.sentence})")
 
 
-#: What each kind of exercise compares. A kind is one function: given the exercise and an answer, it returns what was
-#: asked and what came back for each probe, and raises what the reader made wrong before anything could come back. The
-#: reader's answer, the solution and each mistake go through it alike. A kernel would be a further kind: its probes are
-#: shapes, and what comes back are tensors.
+#: What each kind of exercise compares: given the exercise and an answer, what was asked and what came back for each
+#: probe. The reader's answer, the solution and each mistake go through it alike. A further kind is one more function; a
+#: kernel's would compile the answer, take its probes for shapes, and give back tensors.
 KINDS: dict[str, Callable[[Exercise, Any], Observation]] = {
     "value": _of_a_value,
     "function": _of_a_function,
