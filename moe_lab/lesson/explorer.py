@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_lab.lesson.display import BLUE, INK, RED, canvas
+from moe_lab.machine import backend, devices
+from moe_lab.model import tir
 from moe_lab.model.choices import choices
 from moe_lab.problem.contract import CASES, Case
 from moe_lab.problem.errors import MoeLabError
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from moe_lab.judge.rules import Profile
     from moe_lab.lesson.readout import Readout
     from moe_lab.lesson.stopwatch import Times
-    from moe_lab.machine.devices import Device
 
 #: Told what is being done.
 Say = Callable[[str], None]
@@ -302,6 +303,17 @@ class Setting:
     case: int
     routing: str
 
+    @property
+    def figures(self) -> devices.Device | None:
+        """The device; None for a machine that nobody has figures of. Raises DataError for a key that is no device."""
+        here = self.device == HERE
+        return devices.reported_as(backend.detect().name) if here else devices.device(self.device)
+
+    @property
+    def sizes(self) -> tuple[Case, GroupedLayout]:
+        """The case, and its rows in groups."""
+        return CASES[self.case], GroupedLayout(routing(self.case, self.routing).sizes)
+
 
 class Session:
     """Everything the tile explorer does, without a widget.
@@ -340,31 +352,22 @@ class Session:
         """
         from moe_lab.lesson.readout import read_out
 
-        return read_out(submission, setting.case, setting.routing, device_of(setting))
+        return read_out(submission, setting.case, setting.routing, setting.figures)
 
     def is_read(self, submission: Submission, setting: Setting) -> bool:
         """Whether :meth:`read` answers at once."""
-        from moe_lab.model import tir
-
         with contextlib.suppress(MoeLabError):
-            return tir.peek(submission, *_sizes(setting)) is not None
+            return tir.peek(submission, *setting.sizes) is not None
         return True
 
     def read_ahead(self, submission: Submission, setting: Setting) -> None:
         """While nobody waits, read what one move of a control leads to: the nearest values of each literal first."""
-        from moe_lab.model import tir
-
         near = []
         for choice in self.choices:
             place = choice.values.index(submission.values[choice.name])
-            others = [(abs(number - place), choice.name, value) for number, value in enumerate(choice.values)]
-            near += [each for each in others if each[0]]
-        tir.ahead(
-            [
-                (submission.with_literals(**{name: value}), *_sizes(setting))
-                for _, name, value in sorted(near, key=lambda each: each[0], reverse=True)
-            ]
-        )
+            near += [(abs(number - place), choice.name, value) for number, value in enumerate(choice.values)]
+        near.sort(key=lambda each: each[0], reverse=True)
+        tir.ahead([(submission.with_literals(**{name: value}), *setting.sizes) for _, name, value in near])
 
     def check(self, submission: Submission, setting: Setting, say: Say, *, quick: bool = False) -> Report:
         """Have the judge compile and run a configuration on this machine, and remember the verdict.
@@ -489,38 +492,14 @@ class Session:
 
         rows = [
             {
-                "no.": number,
-                "changed": self.changes(trial.values) or "nothing",
-                "for": f"{trial.device}, {trial.case}, {trial.routing}",
-                "verdict": trial.verdict.replace("_", " "),
-                "least ms": "" if trial.bound_ms is None else f"{trial.bound_ms:.3f}",
-                "measured ms": "" if trial.time_ms is None else f"{trial.time_ms:.3f}",
-                "times as fast as the baseline": "" if trial.speed is None else f"{trial.speed:.2f}",
-                "measured on": trial.timed_on,
-                "reason": trial.reason,
+                "no.": number, "changed": self.changes(trial.values) or "nothing",
+                "for": f"{trial.device}, {trial.case}, {trial.routing}", "verdict": trial.verdict.replace("_", " "),
+                "least ms": trial.bound_ms, "measured ms": trial.time_ms, "times as fast as the baseline": trial.speed,
+                "measured on": trial.timed_on or None, "reason": trial.reason,
             }
             for number, trial in enumerate(self.history.trials(), start=1)
-        ]
-        table = pd.DataFrame(rows[::-1])
-        measured = ["measured ms", "times as fast as the baseline", "measured on"]
-        return table if any(row["measured ms"] for row in rows) else table.drop(columns=measured, errors="ignore")
-
-
-def device_of(setting: Setting) -> Device | None:
-    """The device that a setting names; None for a machine that nobody has figures of.
-
-    Raises:
-        DataError: for a key that is no device.
-    """
-    from moe_lab.machine import backend, devices
-
-    if setting.device == HERE:
-        return devices.reported_as(backend.detect().name)
-    return devices.device(setting.device)
-
-
-def _sizes(setting: Setting) -> tuple[Case, GroupedLayout]:
-    return CASES[setting.case], GroupedLayout(routing(setting.case, setting.routing).sizes)
+        ]  # fmt: skip
+        return pd.DataFrame(rows[::-1]).dropna(axis="columns", how="all")
 
 
 #: How a verdict is drawn: marker, fill, edge. Any other is one of the judge's refusals.

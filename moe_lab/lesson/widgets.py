@@ -27,7 +27,7 @@ from moe_lab.lesson.readout import Gauge, Readout, best_roof, draw, draw_rooflin
 from moe_lab.machine.devices import device as find_device
 from moe_lab.model.choices import Choice, grid
 from moe_lab.model.roofline import bound, work
-from moe_lab.problem.contract import CASES, PaddingRule
+from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import ContractError, ExplorerError, MoeLabError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.routings import routing as find_routing
@@ -230,8 +230,8 @@ class TileExplorer(_Panel):
         self._buttons = {}
         for key, (text, tooltip) in _BUTTONS.items():
             self._buttons[key] = ipywidgets.Button(description=text, tooltip=tooltip, layout={"width": "auto"})
-            action = functools.partial(_guarded, self._message, getattr(self, f"_{key}"))
-            self._buttons[key].on_click(lambda _, action=action: action())
+            action = functools.partial(self._show, key) if key in ("source", "diff") else getattr(self, f"_{key}")
+            self._buttons[key].on_click(lambda _, action=action: _guarded(self._message, action))
         self._buttons["check"].button_style = "primary"
         self._shown = ""
         self._asked_to_replace = False
@@ -438,12 +438,6 @@ class TileExplorer(_Panel):
     def _csv(self) -> None:
         self._say(f"Wrote {self.session.history.save_csv('tile_explorer.csv')}.", "good")
 
-    def _source(self) -> None:
-        self._show("source")
-
-    def _diff(self) -> None:
-        self._show("diff")
-
     def _show(self, what: str) -> None:
         self._shown = "" if self._shown == what else what
         self._text.value = self._shown_html()
@@ -461,7 +455,7 @@ class TileExplorer(_Panel):
             self._table.value = f"{note}<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
             self._trials.layout.display = "none"
             return
-        rows = table.head(_MOST_ROWS).to_html(index=False, border=0, na_rep="", escape=True)
+        rows = table.head(_MOST_ROWS).to_html(index=False, border=0, na_rep="", float_format="{:.3f}".format)
         more = f", {_MOST_ROWS} of {len(table)}" if len(table) > _MOST_ROWS else ""
         self._table.value = (
             f"{note}<b>Tried so far</b>, newest first{more} ({html.escape(str(history.path))})"
@@ -530,43 +524,29 @@ class LayoutExplorer(_Plotter):
 
     Args:
         sizes: valid rows of each expert; by default a random routing of the contest's case 1.
-        block: rows of a block.
-        padding_rule: "ceil" or "plus_one", see :class:`moe_lab.problem.contract.Variant`.
 
     Raises:
-        ContractError: for sizes, a block or a rule that no layout can have.
+        ContractError: for sizes that no layout can have.
     """
 
-    def __init__(
-        self, sizes: Sequence[int] | None = None, block: int = 128, padding_rule: PaddingRule = "ceil"
-    ) -> None:
-        wanted = find_routing(1, "multinomial-0").sizes if sizes is None else tuple(sizes)
+    def __init__(self, sizes: Sequence[int] | None = None) -> None:
+        wanted = find_routing(1, "multinomial-0").sizes if sizes is None else GroupedLayout(tuple(sizes)).sizes
         self._sizes = ipywidgets.Text(
-            value=" ".join(map(str, GroupedLayout(wanted, block, padding_rule).sizes)),
-            description="rows of each expert", continuous_update=False, layout={"width": "420px"},
-            style={"description_width": "initial"},
+            value=" ".join(map(str, wanted)), description="rows of each expert", continuous_update=False,
+            layout={"width": "420px"}, style={"description_width": "initial"},
         )  # fmt: skip
-        self._block = _block_slider(block)
+        self._block = _block_slider(128)
         rules = [("ceil(n / block)", "ceil"), ("ceil((n + 1) / block)", "plus_one")]
-        self._rule = _menu("blocks of n rows", rules, padding_rule)
+        self._rule = _menu("blocks of n rows", rules, "ceil")
         super().__init__(self._sizes, self._block, self._rule)
 
-    @property
-    def layout_shown(self) -> GroupedLayout:
-        """The layout of the controls.
-
-        Raises:
-            ContractError: for sizes that are none.
-        """
+    def static_figure(self) -> tuple[Figure, str]:
+        """The layout's picture."""
         try:
             sizes = tuple(map(int, self._sizes.value.replace(",", " ").split()))
         except ValueError:
             raise ContractError(f"got {self._sizes.value!r}, expected rows of each expert such as 3 0 2") from None
-        return GroupedLayout(sizes, self._block.value, self._rule.value)
-
-    def static_figure(self) -> tuple[Figure, str]:
-        """The layout's picture."""
-        return plots.layout_picture(self.layout_shown)
+        return plots.layout_picture(GroupedLayout(sizes, self._block.value, self._rule.value))
 
 
 class RooflineExplorer(_Plotter):

@@ -22,7 +22,6 @@ from moe_lab.lesson.explorer import (
     Setting,
     Stopped,
     Trial,
-    device_of,
     draw_trials,
 )
 from moe_lab.lesson.stopwatch import Times
@@ -464,7 +463,7 @@ def test_the_summary_numbers_configurations_newest_first(tmp_path, judged, monke
     assert table["verdict"].tolist() == ["wrong answer", "accepted"]
     assert "measured ms" not in table
     found.remember(found.base, SETTING, time_ms=2.0, baseline_ms=3.0, timed_on="here")
-    assert found.summary()["times as fast as the baseline"].tolist() == ["", "1.50"]
+    assert found.summary()["times as fast as the baseline"].fillna(0).tolist() == [0, 1.5]
     assert pd.read_csv(found.history.save_csv("table.csv"))["STAGE1_BLOCK_K"].tolist() == [128, 32]
 
 
@@ -495,10 +494,10 @@ def test_trials_are_drawn_by_verdict_and_only_for_their_setting(tmp_path):
 def test_this_machine_is_a_device_only_if_its_figures_are_known(monkeypatch):
     here = Setting(HERE, 1, "balanced")
     monkeypatch.setattr(backend, "detect", lambda: backend.Backend("cuda", "NVIDIA H200", "cuda"))
-    assert device_of(here).name == "h200"
+    assert here.figures.name == "h200"
     monkeypatch.setattr(backend, "detect", lambda: backend.Backend("cpu", "Some Processor", "cpu"))
-    assert device_of(here) is None
-    assert device_of(SETTING).name == "c500"
+    assert here.figures is None
+    assert SETTING.figures.name == "c500"
 
 
 def test_stop_ends_the_judge_and_everything_it_started(tmp_path):
