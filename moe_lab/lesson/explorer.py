@@ -538,8 +538,9 @@ def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
         axes.tick_params(labelsize=8)
         axes.set(xlim=(0.5, max(1, len(trials)) + 0.5), ylim=(0, 1.1 * max([y for *_, y in found if y], default=1)))
         axes.locator_params(axis="x", integer=True)
-    if any(axes.lines for axes in panels):
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    names = {str(line.get_label()): line for axes in panels for line in axes.lines}
+    if names:
+        figure.legend(names.values(), names.keys(), loc="outside lower center", ncols=5, fontsize=8)
     if where:
         panels[1].axhline(1.0, color=INK, linewidth=0.8)
     return figure

@@ -66,15 +66,16 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
 
 def _box(
     axes: Axes, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 8,
-    **style: object,
+    turn: float = 0, **style: object,
 ) -> None:  # fmt: skip
-    """A rectangle with its lower left corner at a place, and a text in its middle."""
+    """A rectangle with its lower left corner at a place, and a text in its middle, turned by some degrees."""
     from matplotlib.patches import Rectangle
 
     settings = {"facecolor": colour, "edgecolor": _LINE, "linewidth": 0.8, **style}
     axes.add_patch(Rectangle((x, y), width, height, **settings))  # type: ignore[arg-type]
     if text:
-        _text(axes, x + width / 2, y + height / 2, text, size, color="white" if colour == BLUE else "black")
+        ink = "white" if colour == BLUE else "black"
+        _text(axes, x + width / 2, y + height / 2, text, size, color=ink, rotation=turn)
 
 
 def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
@@ -124,17 +125,14 @@ def index_spaces(layout: GroupedLayout) -> Figure:
     unit = 0.85 * _PAGE / rows
     size = next((size for size in (11, 10, 9, 8) if _fits(str(rows), size, 0.95 * unit)), 7)
     every = 1 + int(text_size(str(rows), size)[0] / unit)  # of very many rows some keep their number
-
-    def name(number: int) -> str:
-        return "" if number % every else str(number)
-
+    names = ["" if number % every else str(number) for number in range(rows)]
     for row in range(rows):
         if row not in valid:
-            _box(axes, row + 0.04, 0, 0.92, 0.6, "white", name(row), size, hatch="////", edgecolor="#BBBBBB")
+            _box(axes, row + 0.04, 0, 0.92, 0.6, "white", names[row], size, hatch="////", edgecolor="#BBBBBB")
             continue
         raw, colour = valid[row], _colour(layout.block_map[row // layout.block])
-        _box(axes, raw + 0.04, 1.6, 0.92, 0.6, colour, name(raw), size)
-        _box(axes, row + 0.04, 0.0, 0.92, 0.6, colour, name(row), size)
+        _box(axes, raw + 0.04, 1.6, 0.92, 0.6, colour, names[raw], size)
+        _box(axes, row + 0.04, 0.0, 0.92, 0.6, colour, names[row], size)
         axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=_on_white(colour), linewidth=1.5)
     middles = {
         expert: layout.padded_offsets[expert] + number / 2 for expert, number in enumerate(layout.sizes) if number
@@ -176,21 +174,15 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
     left, bottom = depth + between, (gap + rows) / 2
     # Points a column: 8 inches less the names at the left, or 3.4 inches.
     unit = min(500 / (left + columns), 240 / top)
-    turned = not _fits(f"k = {steps - 1}", 8, block_k * unit)
-    # Of tiles thinner than a line of text the chosen one alone is named.
-    all_named = block_k * unit > text_size("k", 8)[1] or not turned
+    turn = 0 if _fits(f"k = {steps - 1}", 8, block_k * unit) else 90
+    named = block_k * unit > 10  # points: thinner tiles have no room for a name
     for name, y, height, colour in (("a", columns + gap, rows, BLUE), ("b", 0.0, columns, ORANGE)):
         for number in range(steps):
-            chosen = number == step
-            _box(axes, number * block_k, y, block_k, height, colour if chosen else PALE)
-            if all_named or chosen:
-                _text(
-                    axes, (number + 0.5) * block_k, y + height / 2, f"k = {number}", 8, rotation=90 if turned else 0,
-                    color="white" if chosen and colour == BLUE and all_named else "black",
-                    bbox=None if all_named else {"facecolor": "white", "edgecolor": "none", "pad": 1},
-                )  # fmt: skip
+            label, fill = f"k = {number}" if named else "", colour if number == step else PALE
+            _box(axes, number * block_k, y, block_k, height, fill, label, turn=turn)
         _beside(axes, 0, y + height / 2, f"{name}\n{height} rows", left=True)
-    _text(axes, depth / 2, columns + gap / 2, f"K = {depth}, in {steps} steps of {block_k}")
+    filled = "" if named else f", filled: k = {step}"
+    _text(axes, depth / 2, columns + gap / 2, f"K = {depth}, in {steps} steps of {block_k}{filled}")
     text = f"c   {rows} x {columns}\nfp32 sums"
     inside = _fits(text, 9, columns * unit, rows * unit)
     _box(axes, left, bottom, columns, rows, GREEN, text if inside else "", 9)
@@ -219,16 +211,14 @@ def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_co
     named = _fits(f"wave {wave_rows * wave_columns - 1}", 9, width * result_unit)
     for across, down in itertools.product(range(wave_columns), range(wave_rows)):
         y, number = rows - (down + 1) * height, across * wave_rows + down
-        _box(result, across * width, y, width, height, _colour(down), alpha=0.75)
-        _text(result, (across + 0.5) * width, y + height / 2, f"wave {number}" if named else str(number))
+        _box(result, across * width, y, width, height, _colour(down), f"wave {number}" if named else str(number), 9)
     for down in range(wave_rows):
         y = rows - (down + 1) * height
         holders = ", ".join(str(across * wave_rows + down) for across in range(wave_columns))
         text = f"in the registers\nof wave{'s' if wave_columns > 1 else ''} {holders}"
-        _box(tile, 0, y, block_k, height, _colour(down), alpha=0.75)
-        if _fits(text, 9, block_k * unit, height * unit):
-            _text(tile, block_k / 2, y + height / 2, text)
-        else:
+        inside = _fits(text, 9, block_k * unit, height * unit)
+        _box(tile, 0, y, block_k, height, _colour(down), text if inside else "", 9)
+        if not inside:
             _beside(tile, block_k, y + height / 2, textwrap.fill(text.replace("\n", " "), 34))
     tile.set_title(f"tile of a, {rows} x {block_k}", fontsize=9)
     result.set_title(f"tile of c, {rows} x {columns}{'' if named else ', by wave'}", fontsize=9)
@@ -368,16 +358,14 @@ def memories(places: Mapping[str, tuple[Mapping[str, int], float | None]]) -> Fi
             _arrow(axes, (end * 0.985, y + 0.6), (end * 1.03, y + 0.6))
         for number, (buffer, size) in enumerate(buffers.items()):
             both, across = f"{buffer}\n{_size(size)}", size / 1024
-            _box(axes, left, y + 0.3, across, 0.6, (SKY, "#F5D08A", "#8FD3B6")[number % 3])
             wide, high = across * unit - 2, 0.6 * 0.95 * 72 - 2
-            for text, turn in itertools.product((both, buffer), (0, 90)):
-                if _fits(text, 8, high, wide) if turn else _fits(text, 8, wide, high):
-                    _text(axes, left + across / 2, y + 0.6, text, 8, rotation=turn)
-                    break
-            else:
-                text = ""
-            if text != both:
-                below.append(f"{buffer}: {_size(size)}")
+            shown = [
+                (text, turn) for text, turn in itertools.product((both, buffer), (0, 90))
+                if (_fits(text, 8, high, wide) if turn else _fits(text, 8, wide, high))
+            ] or [("", 0)]  # fmt: skip
+            text, turn = shown[0]
+            _box(axes, left, y + 0.3, across, 0.6, (SKY, "#F5D08A", "#8FD3B6")[number % 3], text, turn=turn)
+            below += [] if text == both else [f"{buffer}: {_size(size)}"]
             left += across
         note = textwrap.fill(", ".join(below), 100)
         _text(axes, 0, y + 0.26, note, 8, ha="left", va="top", linespacing=1.0)
