@@ -63,9 +63,9 @@ def test_a_broken_rule_is_said_once_and_well(tmp_path: Path) -> None:
     report = judge(path)
     assert report.sentence.endswith(" (and 2 more); `moe-lab explain import-root` says why")
     text = " ".join(report.render().split())
-    assert text.count("got `import os`") == text.count("got class A") == 1
+    assert text.count("got `import os`") == text.count("got `class A: pass`") == 1
     assert "violation import-root: line 1, column 1: see above (also line 2)" in text
-    assert "violation class-definition: line 5, column 5: got class A. " in text
+    assert "violation class-definition: line 5, column 5: got `class A: pass`. " in text
 
 
 @pytest.mark.parametrize("name", BROKEN)
