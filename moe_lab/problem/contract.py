@@ -15,11 +15,6 @@ from typing import Literal, get_args, get_type_hints
 from moe_lab.problem.errors import ContractError, DataError
 
 PaddingRule = Literal["ceil", "plus_one"]
-OffsetsLength = Literal["E+1", "E"]
-FloatDtype = Literal["float32", "float16"]
-BlockMap = Literal["exact", "surplus"]
-Storage = Literal["padded", "compact"]
-OutFill = Literal["zeros", "nan", "stale"]
 #: What the judge holds a file to: every rule, ruling and C500 limit of the contest, or those that any card needs.
 Profile = Literal["contest", "open"]
 
@@ -75,32 +70,24 @@ ARGUMENTS: tuple[Argument, ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One problem size.
+    """One problem size."""
 
-    Attributes:
-        name: "case 1" to "case 3" for the contest's, anything for a small one.
-        num_experts, hidden, intermediate: E, H and I, at least 1.
-        num_tokens: N, raw rows after routing (tokens times top-k), at least 0.
-        warmup, iterations: timed calls of the contest for this case; source: who says so.
-    """
-
-    name: str
-    num_experts: int
-    hidden: int
-    intermediate: int
-    num_tokens: int
-    warmup: int = 5
-    iterations: int = 20
-    source: str = ""
+    name: str  # "case 1" to "case 3" for the contest's, anything for a small one
+    num_experts: int  # E
+    hidden: int  # H
+    intermediate: int  # I
+    num_tokens: int  # N, raw rows after routing (tokens times top-k), may be 0
+    warmup: int = 5  # calls of the contest before it times
+    iterations: int = 20  # calls that it times
+    source: str = ""  # who says so
 
     def __post_init__(self) -> None:
         """Refuse sizes that no kernel could be given."""
         for field, least in (("num_experts", 1), ("hidden", 1), ("intermediate", 1), ("num_tokens", 0)):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ContractError(
-                    f"case {self.name!r}: got {field}={value!r}, expected an integer of at least {least}"
-                )
+                got = f"case {self.name!r}: got {field}={value!r}"
+                raise ContractError(f"{got}, expected an integer of at least {least}")
 
     def extents(self, num_padded_rows: int) -> dict[str, int]:
         """What each symbol of :data:`ARGUMENTS` stands for, given P.
@@ -141,26 +128,17 @@ CASES: Mapping[int, Case] = _Cases()
 
 @dataclass(frozen=True)
 class Variant:
-    """One reading of the open questions of the contract. The defaults are the judge profile.
+    """One reading of the open questions of the contract. The defaults are the judge profile."""
 
-    Attributes:
-        padding_rule: "ceil" gives ceil(n/128) blocks to a group of n rows, "plus_one" gives ceil((n+1)/128), so an
-            exact multiple (and an empty expert) gets one more block of padding.
-        offsets_length: entries of both offset arrays; "E" leaves the last one, the total, out.
-        route_weight_dtype: "float32" is what accepted files take, "float16" is what the problem page says.
-        block_map: "exact" has P/128 entries; "surplus" has ceil(N/128) + E, the last ones naming the last expert.
-        storage: "padded" stores P token and out rows; "compact" stores the N valid rows only.
-        out_fill: what ``out`` holds when the kernel is called; "stale" is an older answer.
-        workspace_fill: what freshly allocated workspace memory holds; garbage is NaN bit patterns.
-    """
-
+    #: Blocks of a group of n rows: ceil(n/128), or ceil((n+1)/128), one more for an exact multiple or an empty expert.
     padding_rule: PaddingRule = "ceil"
-    offsets_length: OffsetsLength = "E+1"
-    route_weight_dtype: FloatDtype = "float32"
-    block_map: BlockMap = "exact"
-    storage: Storage = "padded"
-    out_fill: OutFill = "zeros"
-    workspace_fill: Literal["untouched", "garbage"] = "untouched"
+    offsets_length: Literal["E+1", "E"] = "E+1"  # of both offset arrays; "E" leaves the last one, the total, out
+    route_weight_dtype: Literal["float32", "float16"] = "float32"  # what accepted files take; what the page says
+    #: "exact" has P/128 entries; "surplus" has ceil(N/128) + E, the last ones naming the last expert.
+    block_map: Literal["exact", "surplus"] = "exact"
+    storage: Literal["padded", "compact"] = "padded"  # P rows of tokens and out, or the N valid rows only
+    out_fill: Literal["zeros", "nan", "stale"] = "zeros"  # what out holds before the call; "stale" is an older answer
+    workspace_fill: Literal["untouched", "garbage"] = "untouched"  # of fresh memory; garbage is NaN bit patterns
 
     def __post_init__(self) -> None:
         """Refuse a value that is none of the known readings."""

@@ -32,16 +32,11 @@ class UnsupportedOnCPUError(BackendError):
 
 
 class ExerciseError(MoeLabError, AssertionError):
-    """A wrong answer to an exercise of the notebooks.
-
-    Attributes:
-        mistake: name of the mistake, or None if it is none of the usual ones.
-    """
+    """A wrong answer to an exercise of the notebooks."""
 
     def __init__(self, message: str, mistake: str | None = None) -> None:
-        """Keep the sentence and the name of the mistake."""
         super().__init__(message)
-        self.mistake = mistake
+        self.mistake = mistake  # its name; None if it is none of the usual ones
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the sentence alone, since the reader's own code is in the cell above."""
@@ -61,15 +56,9 @@ class RuleError(MoeLabError, ValueError):
 
 
 class SandboxError(MoeLabError, RuntimeError):
-    """A submission broke a rule while it was loaded or run.
-
-    Attributes:
-        rule_id: the rule, for ``moe-lab explain``.
-        line: line of the submission, from 1; None where it has none.
-    """
+    """A submission broke a rule while it was loaded or run."""
 
     def __init__(self, message: str, rule_id: str, line: int | None = None) -> None:
-        """Keep the sentence, the rule and the line."""
         super().__init__(message)
-        self.rule_id = rule_id
-        self.line = line
+        self.rule_id = rule_id  # for ``moe-lab explain``
+        self.line = line  # of the submission, from 1; None where it has none

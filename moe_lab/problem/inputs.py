@@ -55,8 +55,9 @@ class Inputs:
     @property
     def valid_rows(self) -> torch.Tensor:
         """Row in ``stacked_expert_tokens`` and ``out`` of each raw row, (N,) int64 on the inputs' device."""
-        rows = range(self.layout.num_rows) if self.variant.storage == "compact" else self.layout.raw_to_padded
-        return torch.tensor(list(rows), dtype=torch.int64, device=self.out.device)
+        compact = self.variant.storage == "compact"
+        rows = tuple(range(self.layout.num_rows)) if compact else self.layout.raw_to_padded
+        return torch.tensor(rows, dtype=torch.int64, device=self.out.device)
 
     def with_out(self, out: torch.Tensor) -> Inputs:
         """The same inputs with another output buffer."""
@@ -64,16 +65,10 @@ class Inputs:
 
 
 def make_inputs(
-    case: Case,
-    sizes: Sequence[int] | None = None,
-    *,
-    distribution: Distribution = "multinomial",
-    variant: Variant = JUDGE_PROFILE,
-    values: Values = "normal",
-    token_poison: TokenPoison = "nan",
-    seed: int = 0,
+    case: Case, sizes: Sequence[int] | None = None, *, distribution: Distribution = "multinomial",
+    variant: Variant = JUDGE_PROFILE, values: Values = "normal", token_poison: TokenPoison = "nan", seed: int = 0,
     device: str | torch.device = "cpu",
-) -> Inputs:
+) -> Inputs:  # fmt: skip
     """Make the ten tensors of one call.
 
     Tokens are N(0, 1) times the scale of ``values``; gate, up and down weights are N(0, 1) divided by the root of
@@ -93,11 +88,15 @@ def make_inputs(
     Raises:
         ContractError: for sizes that are negative, do not sum to N or do not match E, and unknown names.
     """
-    if sizes is None:
-        sizes = group_sizes(distribution, case.num_experts, case.num_tokens, seed)
-    layout = _layout(case, sizes, variant)
-    generator = torch.Generator().manual_seed(seed)
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
+    sizes = group_sizes(distribution, experts, case.num_tokens, seed) if sizes is None else sizes
+    layout = GroupedLayout(tuple(sizes), padding_rule=variant.padding_rule)
+    if layout.num_experts != experts:
+        raise ContractError(f"got {layout.num_experts} group sizes, expected {experts}, one for each expert")
+    if layout.num_rows != case.num_tokens:
+        wanted = f"{case.num_tokens}, the raw rows of {case.name}"
+        raise ContractError(f"got group sizes that sum to {layout.num_rows}, expected {wanted}")
+    generator = torch.Generator().manual_seed(seed)
     tokens = _tokens(layout, hidden, values, token_poison, generator, padded=variant.storage == "padded")
     weights = [
         torch.randn((experts, rows, columns), generator=generator).mul_(columns**-0.5).half()
@@ -121,25 +120,14 @@ def make_inputs(
 
 
 def draw_inputs(
-    case: Case,
-    sizes: Sequence[int],
-    *,
-    values: Values = "normal",
-    token_poison: TokenPoison = "nan",
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    idle_weights: bool = True,
-) -> Inputs:
+    case: Case, sizes: Sequence[int], *, values: Values = "normal", token_poison: TokenPoison = "nan", seed: int = 0,
+    device: str | torch.device = "cpu", idle_weights: bool = True,
+) -> Inputs:  # fmt: skip
     """The tensors of :func:`make_inputs` under the judge profile, tokens and weights drawn on the device.
 
-    A contest case holds gigabytes of weights, which a CPU takes minutes to draw and to move.
-
-    Args:
-        case, sizes, values, token_poison: as for :func:`make_inputs`.
-        seed: same seed and same kind of device, same bits.
-        device: where tokens and weights are drawn.
-        idle_weights: whether the weights of experts without rows are drawn. Otherwise they are zeros, on a CPU in
-            memory that is never touched.
+    A contest case holds gigabytes of weights, which a CPU takes minutes to draw and to move. The same seed gives the
+    same bits on the same kind of device. Without ``idle_weights`` those of experts without rows are not drawn but
+    zeros, on a CPU in memory that is never touched.
 
     Raises:
         ContractError: as :func:`make_inputs`.
@@ -150,9 +138,8 @@ def draw_inputs(
 
     def weights(rows: int, columns: int) -> torch.Tensor:
         shape = (case.num_experts, rows, columns)
-        if idle_weights:
-            made = torch.empty(shape, dtype=torch.float16, device=device)
-        else:
+        made = torch.empty(shape if idle_weights else 0, dtype=torch.float16, device=device)
+        if not idle_weights:
             # numpy's zeros are pages that the system only hands out when somebody writes to them.
             made = torch.from_numpy(np.zeros(shape, dtype=np.float16)).to(device)
         for expert, size in enumerate(thin.layout.sizes):
@@ -165,17 +152,6 @@ def draw_inputs(
         up_w=weights(case.intermediate, case.hidden), down_w=weights(case.hidden, case.intermediate),
         out=torch.zeros_like(tokens),
     )  # fmt: skip
-
-
-def _layout(case: Case, sizes: Sequence[int], variant: Variant) -> GroupedLayout:
-    layout = GroupedLayout(tuple(sizes), padding_rule=variant.padding_rule)
-    if layout.num_experts != case.num_experts:
-        raise ContractError(f"got {layout.num_experts} group sizes, expected {case.num_experts}, one for each expert")
-    if layout.num_rows != case.num_tokens:
-        raise ContractError(
-            f"got group sizes that sum to {layout.num_rows}, expected {case.num_tokens}, the raw rows of {case.name}"
-        )
-    return layout
 
 
 def _tokens(

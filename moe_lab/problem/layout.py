@@ -26,17 +26,13 @@ DISTRIBUTIONS = cast(tuple[Distribution, ...], get_args(Distribution))
 
 
 def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, seed: int = 0) -> tuple[int, ...]:
-    """Draw how many rows each expert gets.
+    """Draw how many rows each expert gets: E sizes that sum to N.
 
     Args:
         distribution: "balanced" (sizes differ by at most one), "multinomial" (each row picks an expert uniformly),
             "skewed" (Zipf weights 1/rank over shuffled experts) or "one_expert" (one takes all).
-        num_experts: E, at least 1.
-        num_rows: N, at least 0.
+        num_experts, num_rows: E, at least 1, and N, at least 0.
         seed: any integer; balanced sizes need none.
-
-    Returns:
-        E sizes that sum to N.
 
     Raises:
         ContractError: for an unknown distribution or sizes out of range.
@@ -68,11 +64,6 @@ def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, see
 class GroupedLayout:
     """Where every expert's rows lie.
 
-    Args:
-        sizes: valid rows of each expert, E integers of at least 0.
-        block: rows of a block, at least 1 (the contest: 128).
-        padding_rule: "ceil" or "plus_one", see :class:`moe_lab.problem.contract.Variant`.
-
     Raises:
         ContractError: for no expert, a size that is no integer or negative, or a block below 1.
 
@@ -81,9 +72,9 @@ class GroupedLayout:
     ((0, 3, 3, 5), (0, 4, 4, 6), (0, 0, 2))
     """
 
-    sizes: tuple[int, ...]
-    block: int = BLOCK_TOKEN
-    padding_rule: PaddingRule = "ceil"
+    sizes: tuple[int, ...]  # valid rows of each expert, E integers of at least 0
+    block: int = BLOCK_TOKEN  # rows of a block, at least 1
+    padding_rule: PaddingRule = "ceil"  # see :class:`moe_lab.problem.contract.Variant`
 
     def __post_init__(self) -> None:
         """Check every size, and keep them as a tuple of plain integers."""
@@ -105,17 +96,10 @@ class GroupedLayout:
 
     @classmethod
     def from_choices(
-        cls,
-        choices: Sequence[int] | torch.Tensor,
-        num_experts: int,
-        block: int = BLOCK_TOKEN,
+        cls, choices: Sequence[int] | torch.Tensor, num_experts: int, block: int = BLOCK_TOKEN,
         padding_rule: PaddingRule = "ceil",
-    ) -> GroupedLayout:
-        """Count a router's choices.
-
-        Args:
-            choices: expert of each (token, k) pair, any shape, integers in [0, num_experts).
-            num_experts, block, padding_rule: E, and see the class.
+    ) -> GroupedLayout:  # fmt: skip
+        """Count a router's choices: expert of each (token, k) pair, any shape.
 
         Raises:
             ContractError: for a choice outside [0, num_experts).
@@ -135,8 +119,7 @@ class GroupedLayout:
     @cached_property
     def num_blocks_of(self) -> tuple[int, ...]:
         """Blocks of each expert, shape (E,)."""
-        extra = 1 if self.padding_rule == "plus_one" else 0
-        return tuple(-(-(size + extra) // self.block) for size in self.sizes)
+        return tuple(-(-(size + (self.padding_rule == "plus_one")) // self.block) for size in self.sizes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -179,9 +162,8 @@ class GroupedLayout:
         >>> GroupedLayout((1, 2), block=4).raw_to_padded
         (0, 4, 5)
         """
-        return tuple(
-            start + row for start, size in zip(self.padded_offsets, self.sizes, strict=False) for row in range(size)
-        )
+        groups = zip(self.padded_offsets, self.sizes, strict=False)
+        return tuple(start + row for start, size in groups for row in range(size))
 
     def actual_rows(self, block: int) -> int:
         """Valid rows of a block, numbered from 0: min(block size, what is left of its group), never below 0.
@@ -203,8 +185,7 @@ def permute(
 
     Args:
         tokens: (T, H), any dtype.
-        choices: (T, K) integers, expert of each choice.
-        route_weights: (T, K), weight of each choice.
+        choices, route_weights: (T, K), expert and weight of each choice.
         layout: built from the same choices.
 
     Returns:
@@ -232,16 +213,15 @@ def permute(
 def unpermute(
     out: torch.Tensor, source: torch.Tensor, layout: GroupedLayout, num_tokens: int, top_k: int
 ) -> torch.Tensor:
-    """Sum the K results of every token; the route weights are already in ``out``.
+    """Sum the K results of every token in fp32; the route weights are already in ``out``.
 
     Args:
-        out: (P, H), result in the grouped layout.
+        out: (P, H), result in ``layout``.
         source: (N,), from :func:`permute`.
-        layout: the layout of ``out``.
         num_tokens, top_k: T and K.
 
     Returns:
-        (T, H) in the dtype of ``out``; summed in fp32.
+        (T, H) in the dtype of ``out``.
     """
     import torch
 

@@ -26,12 +26,7 @@ class Experts:
 
 
 def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax router with top-k renormalised weights.
-
-    Args:
-        tokens: (T, H).
-        router_w: (E, H).
-        top_k: K, 1 to E.
+    """Softmax router with top-k renormalised weights, for tokens (T, H) and router_w (E, H).
 
     Returns:
         ``choices`` (T, K) int64 and ``weights`` (T, K) fp32 that sum to 1 for each token.
@@ -47,14 +42,9 @@ def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[tor
     return choices, weights / weights.sum(dim=-1, keepdim=True)
 
 
-def expert_hidden(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of one expert: ``silu(x @ gate_w.T) * (x @ up_w.T)``, (rows, I) for x (rows, H)."""
-    return F.silu(x @ gate_w.T) * (x @ up_w.T)
-
-
 def expert_ffn(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> torch.Tensor:
-    """One expert: its hidden times ``down_w.T``, (rows, H) for x (rows, H), in the dtype of the arguments."""
-    return expert_hidden(x, gate_w, up_w) @ down_w.T
+    """SwiGLU of one expert, (rows, H) for x (rows, H), in the dtype of the arguments."""
+    return (F.silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T
 
 
 def weights_of(experts: Experts | Inputs, expert: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -86,14 +76,9 @@ def moe_per_expert(
 
 
 def fused_truth(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What ``run_kernel`` must compute, in raw order and without rounding in between.
+    """What ``run_kernel`` must compute: (N, H) in fp32 or fp64, without rounding in between.
 
-    Args:
-        inputs: the ten tensors; ``out`` is not touched.
-        dtype: torch.float32 or torch.float64.
-
-    Returns:
-        (N, H) in ``dtype``, row i belonging to raw row i; zero rows never appear, padding is not part of it.
+    Row i belongs to raw row i; padding is not part of it, and ``inputs.out`` is not touched.
 
     Source:
         the problem statement's reference: fp32 from fp16 inputs, hidden not rounded to fp16.

@@ -8,6 +8,7 @@ nothing else of a file ever changes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import errno
 import hashlib
@@ -44,15 +45,10 @@ class Literal:
 
 @dataclass(frozen=True)
 class Submission:
-    """One candidate for ``run_kernel``.
+    """One candidate for ``run_kernel``."""
 
-    Attributes:
-        source: the whole text.
-        name: what people call it, usually the file's name.
-    """
-
-    source: str
-    name: str = "submission.py"
+    source: str  # the whole text
+    name: str = "submission.py"  # what people call it, usually the file's name
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Submission:
@@ -112,24 +108,20 @@ class Submission:
 
         A name that is bound twice at module level is left out: rewriting one of them would not mean what it says.
         """
-        lines = self.source.encode().splitlines(keepends=True)
-        starts = list(itertools.accumulate(map(len, lines), initial=0))
+        starts = list(itertools.accumulate(map(len, self.source.encode().splitlines(keepends=True)), initial=0))
         nodes = [node for node in self.tree.body if isinstance(node, ast.Assign)]
         targets = [target for node in nodes for target in node.targets]
         bound = Counter(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
         found: dict[str, Literal] = {}
         for node in nodes:
-            target, right = node.targets[0], node.value
-            if not isinstance(target, ast.Name) or target.id != target.id.upper() or bound[target.id] > 1:
-                continue
-            try:
-                value = ast.literal_eval(right)
-            except ValueError:
-                continue
-            if _is_tile_literal(value) and len(node.targets) == 1:
-                start, end = starts[right.lineno - 1], starts[(right.end_lineno or right.lineno) - 1]
-                end += right.end_col_offset or 0
-                found[target.id] = Literal(target.id, value, node.lineno, start + right.col_offset, end)
+            match node:
+                case ast.Assign([ast.Name(name)], right) if name == name.upper() and bound[name] == 1:
+                    with contextlib.suppress(ValueError):
+                        value = ast.literal_eval(right)
+                        if _is_tile_literal(value):
+                            start = starts[right.lineno - 1] + right.col_offset
+                            end = starts[(right.end_lineno or 0) - 1] + (right.end_col_offset or 0)
+                            found[name] = Literal(name, value, node.lineno, start, end)
         return found
 
     @property
@@ -180,9 +172,8 @@ class Submission:
     def execute(self, folder: Path) -> dict[str, Any]:
         """Run the text in this process, without any sandbox, and return its module-level names.
 
-        Args:
-            folder: gets ``submission.py``, since TileLang reads the source of a kernel from its file; it has to stay
-                for as long as kernels are built.
+        The folder gets ``submission.py``, since TileLang reads the source of a kernel from its file; it has to stay
+        for as long as kernels are built.
         """
         path = self.save(folder / "submission.py")
         module = types.ModuleType("submission")

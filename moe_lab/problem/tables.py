@@ -29,15 +29,11 @@ Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
 def load(path: Path, row_type: type[Row], *, key: Sequence[str] = ()) -> tuple[Row, ...]:
-    """Read a CSV file into rows of a dataclass whose fields are its columns, in order.
+    """Read a UTF-8 CSV file into rows of a dataclass whose fields are its columns, in order.
 
     A cell is converted by the field's type; an empty one is None, which only an optional field takes. The row type's
-    own ``__post_init__`` may raise ``ValueError`` for what a single cell cannot show.
-
-    Args:
-        path: a UTF-8 file with a header line.
-        row_type: a dataclass.
-        key: columns whose cells together name a row, so no two rows may share them.
+    own ``__post_init__`` may raise ``ValueError`` for what a single cell cannot show. No two rows may share the cells
+    of the columns in ``key``.
 
     Raises:
         DataError: for a missing file, another header, a row that does not fit, or one given twice; names file, line
