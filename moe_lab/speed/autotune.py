@@ -33,23 +33,14 @@ _FIXED = ("BLOCK_M",)
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        values: every literal that differs from the source.
-        median_ms: time of the best configuration, in turns with the source's own literals.
-        source_ms: time of the source's own literals in the same turns.
-        timed: configurations that ran and were right.
-        pruned: configurations that the resource model dropped without compiling.
-        failed: configurations that did not compile, or were wrong.
-    """
-
-    values: dict[str, LiteralValue]
-    median_ms: float
-    source_ms: float
-    timed: int
-    pruned: int
-    failed: int
+    values: dict[str, LiteralValue]  # every literal that differs from the source
+    median_ms: float  # of the best configuration, in turns with the source's own literals
+    source_ms: float  # of the source's own literals in the same turns
+    timed: int  # configurations that ran and were right
+    pruned: int  # those that the resource model dropped without compiling
+    failed: int  # those that did not compile, or were wrong
 
 
 def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[str, tuple[LiteralValue, ...]]:
@@ -61,12 +52,12 @@ def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[s
         ContractError: for a name that has no choice.
     """
     found = {item.name: item.values for item in choices(submission) if len(item.values) > 1}
-    unknown = [name for name in names or () if name not in found]
+    chosen = [name for name in found if name not in _FIXED] if names is None else names
+    unknown = [name for name in chosen if name not in found]
     if unknown:
-        raise ContractError(
-            f"got {', '.join(unknown)}, expected literals with a choice: {', '.join(found) or 'this file has none'}"
-        )
-    return {name: found[name] for name in ([n for n in found if n not in _FIXED] if names is None else names)}
+        known = ", ".join(found) or "this file has none"
+        raise ContractError(f"got {', '.join(unknown)}, expected literals with a choice: {known}")
+    return {name: found[name] for name in chosen}
 
 
 def why_not(submission: Submission, case: Case, sizes: Sequence[int], device: Device | None) -> str:
@@ -76,14 +67,10 @@ def why_not(submission: Submission, case: Case, sizes: Sequence[int], device: De
 
 
 def tune(
-    submission: Submission,
-    case: Case,
-    *,
-    names: Sequence[str] | None = None,
-    rounds: int = 9,
+    submission: Submission, case: Case, *, names: Sequence[str] | None = None, rounds: int = 9,
     say: Callable[[str], None] = print,
-) -> Tuned:
-    """Search with sizes drawn multinomially, and remember what was found.
+) -> Tuned:  # fmt: skip
+    """Search with sizes drawn multinomially, and remember what was found: the best, or the source's own literals.
 
     Args:
         submission: where to start.
@@ -92,16 +79,13 @@ def tune(
         rounds: timed calls of each configuration.
         say: gets one line at a time.
 
-    Returns:
-        The best configuration, which may be the source's own.
-
     Raises:
         ContractError: for a name with no choice, or if the submission itself does not compile or is wrong.
         SubmissionError: if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary.
         BackendError: if this machine cannot run TileLang.
     """
     backend.prepare()
-    _load(submission)
+    _check_loads(submission)
     offered = offers(submission, names)
     if not offered:
         raise SubmissionError(
@@ -113,22 +97,36 @@ def tune(
         search.vary(name, values)
     result = search.result()
     try:
-        _remember(submission, case, result)
+        path, entries = cache_file(), _read() | {_key(submission, case): asdict(result)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(entries, indent=1).encode())
     # What was found took minutes, and is worth more than its record.
     except (OSError, MoeLabError) as error:
         say(f"fused_moe will not find this again: {error}")
     return result
 
 
+def _check_loads(submission: Submission) -> None:
+    """Refuse a text that has no ``run_kernel`` to time, before anything is measured."""
+    try:
+        submission.tree  # noqa: B018 - says where a text is no Python
+        backend.load(submission)
+    except MoeLabError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's text may raise anything
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise SubmissionError(f"{submission.name} cannot be loaded: {why}") from None
+
+
 class _Search:
     """The best literals so far, and how many configurations were tried."""
 
     def __init__(self, submission: Submission, case: Case, rounds: int, say: Callable[[str], None]) -> None:
-        self._submission, self._case, self._rounds, self._say = submission, case, rounds, say
+        self._source, self._case, self._rounds, self._say = submission, case, rounds, say
         self._sizes = group_sizes("multinomial", case.num_experts, case.num_tokens)
         where = backend.detect()
         self._device = reported_as(where.name) if where.kind != "cpu" else None
-        self._best: dict[str, LiteralValue] = {}
+        self._best = submission
         self._counts = {"timed": 0, "pruned": 0, "failed": 0}
         self._median = self._own = 0.0
 
@@ -136,42 +134,40 @@ class _Search:
         """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
         said: list[str] = []
         try:
-            right = self._time({"source": self._submission}, 1, said.append)
+            if not self._time({"source": self._source}, 1, said.append):
+                raise self._unfit(next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
         except SystemExit:
             raise self._unfit("run_kernel ends Python") from None
-        if not right:
-            raise self._unfit(next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
 
     def vary(self, name: str, values: Sequence[LiteralValue]) -> None:
         """Time all values of one literal in turns, and keep the fastest if it is faster beyond the noise."""
-        best = self._submission.with_literals(**self._best)
-        rungs = {"source": self._submission, "best": best}
         tried = {}
         for value in values:
-            if value == best.values[name]:
+            if value == self._best.values[name]:
                 continue
-            label, text = f"{name}={value!r}", best.with_literals(**{name: value})
+            label, text = f"{name}={value!r}", self._best.with_literals(**{name: value})
             reason = why_not(text, self._case, self._sizes, self._device)
             if reason:
                 self._counts["pruned"] += 1
                 self._say(f"{label} pruned: {reason}")
             else:
-                tried[label], rungs[label] = value, text
-        timings = self._time(rungs, self._rounds, self._say)
-        if "source" not in timings or "best" not in timings:
+                tried[label] = text
+        timings = self._time({"source": self._source, "best": self._best, **tried}, self._rounds, self._say)
+        if not {"source", "best"} <= timings.keys():
             raise self._unfit("it was right once, and then it was not")
         winner = min(timings, key=lambda key: timings[key].median_ms)
         self._counts["timed"] += len(timings) - 2
-        self._counts["failed"] += len(rungs) - len(timings)
+        self._counts["failed"] += len(tried) + 2 - len(timings)
         if winner in tried and speedup(timings[winner], timings["best"]).low > 1:
-            self._best[name] = tried[winner]
+            self._best = tried[winner]
             self._say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
         else:
             winner = "best"
         self._median, self._own = timings[winner].median_ms, timings["source"].median_ms
 
     def result(self) -> Tuned:
-        changed = {name: value for name, value in self._best.items() if value != self._submission.values[name]}
+        own = self._source.values
+        changed = {name: value for name, value in self._best.values.items() if value != own[name]}
         # With nothing changed both figures are of one text, and their difference is noise.
         return Tuned(changed, self._median if changed else self._own, self._own, **self._counts)
 
@@ -181,31 +177,16 @@ class _Search:
 
     def _unfit(self, why: str) -> ContractError:
         return ContractError(
-            f"got {self._submission.name}, which does not run or is wrong on this machine ({why}), expected a file "
-            "that `moe-lab judge` accepts"
+            f"got {self._source.name}, which does not run or is wrong on this machine ({why}), expected a file that "
+            "`moe-lab judge` accepts"
         )
-
-
-def _load(submission: Submission) -> None:
-    """Refuse a text that has no ``run_kernel`` to time, before anything is measured."""
-    try:
-        submission.tree  # noqa: B018 - says where a text is no Python
-        backend.load(submission)
-    except MoeLabError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's text may raise anything
-        raise SubmissionError(
-            f"{submission.name} cannot be loaded: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        ) from None
 
 
 def tuned(submission: Submission, case: Case) -> Submission:
     """A submission with what :func:`tune` found for this device, these versions, this source, E, H and I, if it did."""
     try:
-        values = _read()[_key(submission, case)]["values"]
-        return submission.with_literals(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        values = _read()[_key(submission, case)]["values"].items()
+        return submission.with_literals(**{name: tuple(v) if isinstance(v, list) else v for name, v in values})
     # Nothing was found yet; nor must a cache that somebody edited keep the layer from running.
     except (MoeLabError, KeyError, TypeError, AttributeError):
         return submission
@@ -231,10 +212,3 @@ def _read() -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _remember(submission: Submission, case: Case, result: Tuned) -> None:
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = _read() | {_key(submission, case): asdict(result)}
-    write_atomic(path, json.dumps(entries, indent=1).encode())

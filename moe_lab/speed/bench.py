@@ -43,6 +43,7 @@ CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
 DEFAULT_ROUTING = "multinomial-0"
 
 _MATMUL, _COPY = "dense matmul", "large copy"
+_SIZES = ("num_experts", "hidden", "intermediate", "num_tokens")
 #: Longest time for one candidate's first calls: the slowest library known here tunes itself for five minutes.
 _READY_S = 600.0
 #: A GPU rests before the clock runs: after a library has tuned itself its clocks are low, and no fault of the others.
@@ -51,38 +52,28 @@ _REST_S = 5.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to time.
-
-    Attributes:
-        kind, name, source_hash, flops, bytes: as the record has them.
-        calls: for each input set, the function that issues the work; a roof has one for all.
-        results: for each input set, the function that gives (N, H) in raw order of the last call; None for a roof.
-    """
+    """One thing to time; what is not said here is as the record has it."""
 
     kind: Kind
     name: str
     source_hash: str | None
-    calls: tuple[Callable[[], Any], ...]
-    results: tuple[Callable[[], torch.Tensor], ...] | None
+    calls: tuple[Callable[[], Any], ...]  # issue the work, one for each input set; a roof has one for all
+    results: tuple[Callable[[], torch.Tensor], ...] | None  # of the last calls, (N, H) in raw order; None for a roof
     flops: int
     bytes: int
 
 
 def run(
-    *,
-    cases: Sequence[int] | None = None,
-    routing: str = DEFAULT_ROUTING,
-    seed: int = 0,
-    steps: Sequence[str] | None = None,
-    rounds: int | None = None,
-    folder: Path | None = None,
+    *, cases: Sequence[int] | None = None, routing: str = DEFAULT_ROUTING, seed: int = 0,
+    steps: Sequence[str] | None = None, rounds: int | None = None, folder: Path | None = None,
     say: Callable[[str], None] = print,
-) -> list[Measurement]:
+) -> list[Measurement]:  # fmt: skip
     """Time everything on this machine's device, check every output, and record it.
 
     Args:
         cases: contest cases; all three on a GPU by default. A CPU takes none: it runs :data:`CPU_CASE`.
-        routing, seed: name of a recorded routing, see ``data/routings``, and seed of the inputs.
+        routing: name of a recorded one, see ``data/routings``.
+        seed: of the inputs.
         steps: names of steps; by default all that are meant for this device.
         rounds: timed calls of each candidate; 25 on a GPU and 5 on a CPU by default.
         folder: where the record goes, ``data/measurements`` by default.
@@ -116,7 +107,15 @@ def run(
     rungs = {entry.name: entry.submission() for entry in chosen}
     for case, sizes in drawn.items():
         timed = time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say)
-        found = [_row(common, case, candidate, timing, error) for candidate, timing, error in timed]
+        sized = common | {"case": case.name} | {name: getattr(case, name) for name in _SIZES}
+        found = [
+            Measurement(
+                **sized, kind=item.kind, name=item.name, source_hash=item.source_hash, cache=timing.cache,
+                rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms,
+                flops=item.flops, bytes=item.bytes, error=error,
+            )
+            for item, timing, error in timed
+        ]  # fmt: skip
         rows += found
         for line in render(found):
             say(line)
@@ -136,17 +135,6 @@ def _record_of_a_run(where: backend.Backend) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(
-    common: Mapping[str, Any], case: Case, candidate: Candidate, timing: Timing, error: float | None
-) -> Measurement:
-    return Measurement(
-        **common, kind=candidate.kind, name=candidate.name, source_hash=candidate.source_hash, case=case.name,
-        num_experts=case.num_experts, hidden=case.hidden, intermediate=case.intermediate, num_tokens=case.num_tokens,
-        cache=timing.cache, rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms,
-        high_ms=timing.high_ms, flops=candidate.flops, bytes=candidate.bytes, error=error,
-    )  # fmt: skip
-
-
 def _sizes(case: Case, name: str) -> tuple[int, ...]:
     """Group sizes of a recorded routing; a case that is none of the contest's draws its own in the same way."""
     number = next((number for number, contest_case in CASES.items() if contest_case == case), None)
@@ -155,9 +143,9 @@ def _sizes(case: Case, name: str) -> tuple[int, ...]:
     if name not in known:
         raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(known)}")
     row = known[name]
-    if row.distribution == "edge" or number:
-        return row.sizes
-    return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
+    if row.distribution != "edge" and not number:
+        return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
+    return row.sizes
 
 
 def _driver() -> str:
@@ -193,15 +181,9 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def time_case(
-    case: Case,
-    sizes: tuple[int, ...],
-    seed: int,
-    rungs: Mapping[str, Submission],
-    rounds: int,
-    say: Callable[[str], None],
-    *,
-    alone: bool = False,
-) -> list[tuple[Candidate, Timing, float | None]]:
+    case: Case, sizes: tuple[int, ...], seed: int, rungs: Mapping[str, Submission], rounds: int,
+    say: Callable[[str], None], *, alone: bool = False,
+) -> list[tuple[Candidate, Timing, float | None]]:  # fmt: skip
     """Time rungs, peers and roofs in turns on one case, and check every output before and after.
 
     Args:
@@ -210,7 +192,7 @@ def time_case(
         rungs: what is ours, by the name that the record gets.
         rounds: timed calls of each.
         say: gets one line at a time, also why something was left out.
-        alone: leave the peers and the roofs out.
+        alone: without peers and roofs.
 
     Returns:
         What ran and was right: the candidate, its timing, its relative error (None for a roof).
@@ -222,21 +204,25 @@ def time_case(
         for number in range(_sets_that_fit(case, sizes, len(rungs)))
     ]
     truths = [fused_truth(inputs) for inputs in sets]
-    makers = {name: functools.partial(_of_rung, name, submission, sets) for name, submission in rungs.items()}
+    made: list[Candidate | None] = [
+        _ready(case, name, functools.partial(_of_rung, name, submission, sets), truths, say)
+        for name, submission in rungs.items()
+    ]
     for peer in () if alone else PEERS:
         missing = peer.missing(not on_cpu)
         if missing:
             say(f"{case.name}: {peer.name} left out: {missing}")
         else:
-            makers[peer.name] = functools.partial(_of_peer, peer, sets, say)
-    candidates = list(filter(None, (_ready(case, name, make, truths, say) for name, make in makers.items())))
+            say(f"{case.name}: {peer.name} gets ready, within {_READY_S:g} s or not at all")
+            made.append(_ready(case, peer.name, functools.partial(_of_peer, peer, sets), truths, say))
+    candidates = [candidate for candidate in made if candidate]
     if not alone:
         candidates += _roofs(on_cpu)
         if not on_cpu:
             torch.cuda.synchronize()
             time.sleep(_REST_S)
     timings = interleave(
-        {item.name: functools.partial(_issue, item) for item in candidates},
+        {item.name: functools.partial(_issue, item.calls) for item in candidates},
         rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets),
     )  # fmt: skip
     timed: list[tuple[Candidate, Timing, float | None]] = []
@@ -249,6 +235,10 @@ def time_case(
             timed.append((candidate, timings[candidate.name], error))
     forget_copies()
     return timed
+
+
+def _issue(calls: Sequence[Callable[[], Any]], turn: int) -> None:
+    calls[turn % len(calls)]()
 
 
 def _ready(
@@ -272,10 +262,6 @@ def _ready(
     return candidate
 
 
-def _issue(candidate: Candidate, index: int) -> None:
-    candidate.calls[index % len(candidate.calls)]()
-
-
 def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
     """Input sets to rotate: three, or as many as a GPU's free memory holds beside the peers' own layouts."""
     if backend.detect().kind == "cpu":
@@ -292,20 +278,19 @@ def _of_rung(name: str, submission: Submission, sets: Sequence[Inputs]) -> Candi
     # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
     own = [inputs.with_out(torch.full_like(inputs.out, float("nan"))) for inputs in sets]
     calls = tuple(functools.partial(entry, *inputs.args) for inputs in own)
-    results = tuple(functools.partial(lambda inputs: inputs.out[inputs.valid_rows], inputs) for inputs in own)
+    results = tuple(lambda inputs=inputs: inputs.out[inputs.valid_rows] for inputs in own)
     return Candidate("step", name, submission.source_hash, calls, results, *_work(sets[0]))
 
 
-def _of_peer(peer: Peer, sets: Sequence[Inputs], say: Callable[[str], None]) -> Candidate:
-    say(f"{sets[0].case.name}: {peer.name} gets ready, within {_READY_S:g} s or not at all")
-    results: dict[int, torch.Tensor] = {}
+def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
+    kept: dict[int, torch.Tensor] = {}
 
     def keep(number: int, call: Callable[[], torch.Tensor]) -> None:
-        results[number] = call()
+        kept[number] = call()
 
     calls = tuple(functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets))
-    kept = tuple(functools.partial(results.__getitem__, number) for number in range(len(sets)))
-    return Candidate("peer", peer.name, None, calls, kept, *_work(sets[0]))
+    results = tuple(functools.partial(kept.__getitem__, number) for number in range(len(sets)))
+    return Candidate("peer", peer.name, None, calls, results, *_work(sets[0]))
 
 
 def _work(inputs: Inputs) -> tuple[int, int]:
@@ -364,10 +349,10 @@ def bound_ms(rows: Sequence[Measurement]) -> float:
     byte_ms = [row.low_ms / row.bytes for row in roofs if row.name.startswith(_COPY)]
     if not flop_ms or not byte_ms:
         raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
-    done = next((row for row in rows if row.kind != "roof"), None)
-    if done is None:
-        raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
-    return max(done.flops * min(flop_ms), done.bytes * min(byte_ms))
+    for done in rows:
+        if done.kind != "roof":
+            return max(done.flops * min(flop_ms), done.bytes * min(byte_ms))
+    raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
 
 
 def render(rows: Sequence[Measurement]) -> list[str]:
@@ -393,59 +378,46 @@ def render(rows: Sequence[Measurement]) -> list[str]:
     return lines
 
 
-def summary_rows(folder: Path | None = None) -> list[Measurement]:
-    """The recorded rows that show the ladder and the peers, cases in order.
-
-    Of each contest case one run: of those that :func:`summary` counts, one with the fastest peer known, with the most
-    steps, the newest. So neither a run of a few steps nor one older than our best step stands for the whole ladder.
-
-    Raises:
-        DataError: if no recorded run qualifies.
-    """
-    return [row for runs in _runs_of_cases(folder) for row in _ladder(runs).rows]
-
-
-@dataclass(frozen=True)
 class _Run:
     """The rows of one run and case that has steps, peers and both roofs."""
 
-    rows: list[Measurement]
-
-    def names(self, kind: Kind) -> list[str]:
-        return [row.name for row in self.rows if row.kind == kind]
-
-    def fastest(self, kind: Kind) -> Measurement:
-        return min((row for row in self.rows if row.kind == kind), key=lambda row: row.median_ms)
-
-    @property
-    def is_complete(self) -> bool:
-        return bool(self.names("step") and self.names("peer") and len(self.names("roof")) > 1)
-
-    @property
-    def bound_ratio(self) -> float:
-        return self.fastest("step").median_ms / bound_ms(self.rows)
-
-    @property
-    def peer_ratio(self) -> float:
-        return self.fastest("peer").median_ms / self.fastest("step").median_ms
+    def __init__(self, rows: list[Measurement]) -> None:
+        self.rows, self.id, self.bound = rows, rows[0].run, bound_ms(rows)
+        ranked = sorted(rows, key=lambda row: row.median_ms)
+        self.steps, self.peers = ([row for row in ranked if row.kind == kind] for kind in ("step", "peer"))
+        self.step, self.peer = self.steps[0], self.peers[0]
+        #: How many of the steps that are recommended today it holds.
+        self.recommended = sum(row.name in STEPS and STEPS[row.name].recommended for row in self.steps)
 
 
-def _runs_of_cases(folder: Path | None) -> list[list[_Run]]:
-    """Of each contest case the recorded GPU runs with steps, peers and both roofs, oldest first.
+def _of_today(runs: Sequence[_Run]) -> list[_Run]:
+    """The runs that hold the most of the steps that are recommended today."""
+    most = max(run.recommended for run in runs)
+    return [run for run in runs if run.recommended == most]
 
-    Only those with routing :data:`DEFAULT_ROUTING` and cold inputs, and on the device of the newest of them.
+
+def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
+    """Of each contest case: its runs, oldest first, those with the fastest peer known, and the one for the ladder.
+
+    The runs are those of a GPU with :data:`DEFAULT_ROUTING`, cold inputs, steps, peers and both roofs, on the device of
+    the newest. The fastest peer came nearest to the bound of its run. The ladder is of a run of today's steps: with
+    that peer, with the most steps, the newest. So neither a run of a few steps nor an old one stands for it.
     """
     rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
-    found: list[list[_Run]] = []
+    found = []
     for case in CASES.values():
-        sizes = (case.num_experts, case.hidden, case.intermediate, case.num_tokens)
         grouped: dict[str, list[Measurement]] = {}
         for row in rows:
-            if (row.num_experts, row.hidden, row.intermediate, row.num_tokens) == sizes:
+            if all(getattr(row, name) == getattr(case, name) for name in _SIZES):
                 grouped.setdefault(row.run, []).append(row)
-        complete = [run for run in (_Run(grouped[name]) for name in sorted(grouped)) if run.is_complete]
-        if complete:
-            found.append([run for run in complete if run.rows[0].device == complete[-1].rows[0].device])
+        kinds = {name: [row.kind for row in grouped[name]] for name in sorted(grouped)}
+        whole = [name for name, all_ in kinds.items() if {"step", "peer"} < {*all_} and all_.count("roof") > 1]
+        runs = [_Run(grouped[name]) for name in whole if grouped[name][0].device == grouped[whole[-1]][0].device]
+        if runs:
+            rival = min((run.peer.median_ms / run.bound, run.peer.name) for run in runs)[1]
+            beside = [run for run in runs if any(row.name == rival for row in run.peers)]
+            ladder = max(_of_today(runs), key=lambda run: (run in beside, len(run.steps), run.id))
+            found.append((runs, beside, ladder))
     if not found:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
@@ -454,24 +426,13 @@ def _runs_of_cases(folder: Path | None) -> list[list[_Run]]:
     return found
 
 
-def _most_recommended(runs: Sequence[_Run]) -> list[_Run]:
-    """The runs that hold the most of the steps that are recommended today."""
-    held = [sum(name in STEPS and STEPS[name].recommended for name in run.names("step")) for run in runs]
-    return [run for run, number in zip(runs, held, strict=True) if number == max(held)]
+def summary_rows(folder: Path | None = None) -> list[Measurement]:
+    """The recorded rows that show the ladder and the peers: of each contest case one run, cases in order.
 
-
-def _fastest_peer(runs: Sequence[_Run]) -> str:
-    """Name of the peer that came nearest to the bound of its run."""
-    return min((run.fastest("peer").median_ms / bound_ms(run.rows), run.fastest("peer").name) for run in runs)[1]
-
-
-def _ladder(runs: Sequence[_Run]) -> _Run:
-    """The run that stands for the ladder, of all complete runs of a case."""
-    rival = _fastest_peer(runs)
-    return max(
-        _most_recommended(runs),
-        key=lambda run: (rival in run.names("peer"), len(run.names("step")), run.rows[0].run),
-    )
+    Raises:
+        DataError: if no recorded run qualifies.
+    """
+    return [row for _, _, ladder in _records(folder) for row in ladder.rows]
 
 
 def summary(folder: Path | None = None) -> list[str]:
@@ -486,17 +447,18 @@ def summary(folder: Path | None = None) -> list[str]:
         DataError: if no recorded run qualifies.
     """
     lines = []
-    for runs in _runs_of_cases(folder):
-        rival, ladder = _fastest_peer(runs), _ladder(runs)
-        beside = _most_recommended([run for run in runs if rival in run.names("peer")])
-        bounds, peers = [run.bound_ratio for run in _most_recommended(runs)], [run.peer_ratio for run in beside]
+    for runs, beside, ladder in _records(folder):
+        beside = _of_today(beside)
         rivals = ladder if ladder in beside else beside[-1]
-        ours, peer, step = ladder.fastest("step"), rivals.fastest("peer"), rivals.fastest("step")
-        other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {step.run}"
+        ours, peer, step = ladder.step, rivals.peer, rivals.step
+        bounds = [run.step.median_ms / run.bound for run in _of_today(runs)]
+        peers = [run.peer.median_ms / run.step.median_ms for run in beside]
+        other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {rivals.id}"
         lines.append(
-            f"{ours.case} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ours.run}: "
-            f"{ours.name} {ours.median_ms:.4f} ms = {ladder.bound_ratio:.3f} x bound {bound_ms(ladder.rows):.4f} ms, "
-            f"best peer {peer.name} {peer.median_ms:.4f} ms = {rivals.peer_ratio:.3f} x {step.name}{other}"
+            f"{ours.case} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ladder.id}: "
+            f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / ladder.bound:.3f} x bound {ladder.bound:.4f} ms, "
+            f"best peer {peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x "
+            f"{step.name}{other}"
         )
     return lines
 

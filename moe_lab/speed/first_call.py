@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from moe_lab.machine import backend
@@ -22,25 +22,16 @@ from moe_lab.problem.submission import Submission
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one new process, each with the same tensors.
+    """Calls of one new process, each with the same tensors."""
 
-    Attributes:
-        times_ms: wall time of each call in order, until its result is there.
-        kernels: compiled kernels that the process added to TileLang's folder.
-    """
-
-    times_ms: tuple[float, ...]
-    kernels: int
+    times_ms: tuple[float, ...]  # wall time of each call in order, until its result is there
+    kernels: int  # compiled kernels that the process added to TileLang's folder
 
 
 def first_calls(
-    submission: Submission,
-    case: Case,
-    sizes: Sequence[int],
-    *,
-    calls: int = 3,
+    submission: Submission, case: Case, sizes: Sequence[int], *, calls: int = 3,
     say: Callable[[str], object] = lambda text: None,
-) -> tuple[Calls, Calls]:
+) -> tuple[Calls, Calls]:  # fmt: skip
     """Call a submission in one new process, then in another that finds what the first one compiled.
 
     Importing torch and TileLang and drawing the inputs happen before the clock starts.
@@ -60,10 +51,7 @@ def first_calls(
     """
     if calls < 1:
         raise ContractError(f"got calls={calls}, expected at least 1")
-    request = {
-        "source": submission.source, "name": submission.name, "case": astuple(case), "sizes": list(sizes),
-        "calls": calls,
-    }  # fmt: skip
+    request = asdict(submission) | {"case": astuple(case), "sizes": list(sizes), "calls": calls}
     with tempfile.TemporaryDirectory(prefix="moe_lab_first_call_") as folder:
         runs, there = [], 0
         for words in ("with nothing compiled", "with the kernel on disk"):
@@ -73,14 +61,11 @@ def first_calls(
                     times = child.ask(request)
             except ChildError as error:
                 raise BackendError(f"{submission.name} does not run here: {error}") from None
-            before, there = there, _kernels(Path(folder))
-            runs.append(Calls(tuple(times), there - before))
+            # Each complete kernel in TileLang's folder has a description of its parameters beside the code.
+            kernels = {path.parent for path in Path(folder).rglob("params.json") if ".staging" not in path.parts}
+            runs.append(Calls(tuple(times), len(kernels) - there))
+            there = len(kernels)
     return runs[0], runs[1]
-
-
-def _kernels(folder: Path) -> int:
-    """Complete kernels in a folder of TileLang's; each has a description of its parameters beside the code."""
-    return len({path.parent for path in folder.rglob("params.json") if ".staging" not in path.parts})
 
 
 def times_ms(say: object, source: str, name: str, case: list[int], sizes: list[int], calls: int) -> list[float]:

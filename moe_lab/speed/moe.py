@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -60,8 +61,8 @@ def fused_moe(
     :class:`ContractError`; under ``torch.no_grad()`` nothing is different.
 
     Args:
-        stacked_tokens: (P, H) fp16 contiguous, as :func:`moe_lab.problem.layout.permute` makes it.
-        experts: gate and up (E, I, H), down (E, H, I), fp16 contiguous.
+        stacked_tokens: (P, H) fp16, as :func:`moe_lab.problem.layout.permute` makes it.
+        experts: gate and up (E, I, H), down (E, H, I), fp16; all tensors contiguous.
         route_weights: (N,) fp32, raw order.
         layout: the layout of the tokens, with blocks of 128 rows.
 
@@ -87,16 +88,11 @@ def fused_moe(
 
 
 def _check(tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout) -> None:
-    for name, value, kind in (("experts", experts, Experts), ("a layout", layout, GroupedLayout)):
-        if not isinstance(value, kind):
-            raise ContractError(f"got {name} of type {type(value).__name__}, expected {kind.__name__}")
-    given = {
-        "stacked_tokens": tokens, "gate_w": experts.gate_w, "up_w": experts.up_w, "down_w": experts.down_w,
-        "route_weights": route_weights,
-    }  # fmt: skip
+    _check_type("experts", experts, Experts, "Experts")
+    _check_type("a layout", layout, GroupedLayout, "GroupedLayout")
+    given = {"stacked_tokens": tokens, **vars(experts), "route_weights": route_weights}
     for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ContractError(f"got {name} of type {type(tensor).__name__}, expected a torch.Tensor")
+        _check_type(name, tensor, torch.Tensor, "a torch.Tensor")
     if experts.gate_w.dim() != 3 or not experts.gate_w.numel():
         raise ContractError(f"got gate_w {tuple(experts.gate_w.shape)}, expected (E, I, H), each at least 1")
     num_experts, intermediate, hidden = experts.gate_w.shape
@@ -116,24 +112,25 @@ def _check(tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, 
     _check_runs_here(tokens.device)
 
 
+def _check_type(name: str, value: object, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ContractError(f"got {name} of type {type(value).__name__}, expected {expected}")
+
+
 def _check_runs_here(device: torch.device) -> None:
     here = backend.detect()
     if device.type != here.torch_device:
-        raise ContractError(
-            f"got tensors on {device}, expected {here.torch_device}, where this machine's kernels run ({here.name}): "
-            f"move the tokens and the weights there"
-        )
+        where = f"{here.torch_device}, where this machine's kernels run ({here.name})"
+        raise ContractError(f"got tensors on {device}, expected {where}: move the tokens and the weights there")
 
 
 def _at_least_1(name: str, value: object) -> int:
     """A size as a plain integer; NumPy's integers are welcome, True and 256.0 are not."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or number < 1:
-        raise ContractError(f"got {name}={value!r}, expected an integer of at least 1")
-    return number
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)  # type: ignore[arg-type]
+        if number >= 1 and not isinstance(value, bool):
+            return number
+    raise ContractError(f"got {name}={value!r}, expected an integer of at least 1")
 
 
 class MoE(torch.nn.Module):
@@ -197,11 +194,10 @@ class MoE(torch.nn.Module):
             BackendError: if this machine cannot run TileLang.
         """
         hidden = self.router_w.shape[1]
-        expected = f"expected a tensor (..., {hidden}) torch.float16"
-        if not isinstance(tokens, torch.Tensor):
-            raise ContractError(f"got tokens of type {type(tokens).__name__}, {expected}")
+        expected = f"a tensor (..., {hidden}) torch.float16"
+        _check_type("tokens", tokens, torch.Tensor, expected)
         if tokens.shape[-1:] != (hidden,) or tokens.dtype != torch.float16:
-            raise ContractError(f"got tokens {tuple(tokens.shape)} {tokens.dtype}, {expected}")
+            raise ContractError(f"got tokens {tuple(tokens.shape)} {tokens.dtype}, expected {expected}")
         if tokens.device != self.router_w.device:
             raise ContractError(f"got tokens on {tokens.device}, expected {self.router_w.device} as the weights")
         _check_runs_here(tokens.device)
@@ -225,7 +221,7 @@ def _check_device(device: str | torch.device | None) -> None:
         torch.empty(0, device=known)
     # What torch raises for a device that it knows and does not have is not the same for any two of them.
     except (RuntimeError, AssertionError):
+        expected = f"expected {backend.detect().torch_device!r} here"
         raise BackendError(
-            f"got device={str(known)!r}, which this machine or its torch does not have, expected "
-            f"{backend.detect().torch_device!r} here"
+            f"got device={str(known)!r}, which this machine or its torch does not have, {expected}"
         ) from None

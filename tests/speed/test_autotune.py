@@ -97,8 +97,9 @@ def test_a_search_on_a_gpu_drops_what_its_figures_rule_out():
 
 def test_another_source_or_shape_is_another_entry(monkeypatch):
     source = step("s0")
-    found = autotune.Tuned({"STAGE2_BLOCK_N": 64}, 1.0, 2.0, 1, 0, 0)
-    autotune._remember(source, CASE, found)
+    path = autotune.cache_file()
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({autotune._key(source, CASE): {"values": {"STAGE2_BLOCK_N": 64}}}))
     assert autotune.tuned(source, CASE).values["STAGE2_BLOCK_N"] == 64
     assert autotune.tuned(source, Case("other", 2, 256, 128, 150)) is source
     other = source.with_literals(STAGE1_PANEL=4)
