@@ -59,10 +59,6 @@ class Inputs:
         rows = tuple(range(self.layout.num_rows)) if compact else self.layout.raw_to_padded
         return torch.tensor(rows, dtype=torch.int64, device=self.out.device)
 
-    def with_out(self, out: torch.Tensor) -> Inputs:
-        """The same inputs with another output buffer."""
-        return replace(self, out=out)
-
 
 def make_inputs(
     case: Case, sizes: Sequence[int] | None = None, *, distribution: Distribution = "multinomial",

@@ -34,16 +34,8 @@ def first_calls(
 ) -> tuple[Calls, Calls]:  # fmt: skip
     """Call a submission in one new process, then in another that finds what the first one compiled.
 
-    Importing torch and TileLang and drawing the inputs happen before the clock starts.
-
-    Args:
-        submission: whose ``run_kernel``.
-        case, sizes: the problem, and rows of each expert, which sum to ``case.num_tokens``.
-        calls: of each process, at least 1.
-        say: told what is being done.
-
-    Returns:
-        The process that began with an empty folder, and the one after it.
+    Importing torch and TileLang and drawing the inputs happen before the clock starts. ``sizes`` are the rows of each
+    expert and sum to ``case.num_tokens``; each process makes ``calls``; ``say`` is told what is being done.
 
     Raises:
         ContractError: for no calls.

@@ -20,10 +20,9 @@ from moe_lab.steps import STEPS, Step
 
 
 def best_step() -> Step:
-    """The step recommended for this machine's device.
+    """The step recommended here: on a Hopper GPU the end of the Hopper branch, whose instructions no other card has.
 
-    Hopper GPUs get the end of the Hopper branch, which uses instructions that no other card has; every other device,
-    the CPU included, gets the end of the C500 branch, which needs no more than 64 KiB of shared memory.
+    Every other device, the CPU included, gets the end of the C500 branch: at most 64 KiB of shared memory.
     """
     branch = "hopper" if backend.is_hopper() else "c500"
     return next(entry for entry in STEPS.values() if entry.recommended and entry.branch == branch)
@@ -55,10 +54,7 @@ class _ForwardOnly(torch.autograd.Function):
 def fused_moe(
     stacked_tokens: torch.Tensor, experts: Experts, route_weights: torch.Tensor, layout: GroupedLayout
 ) -> torch.Tensor:
-    """Run the best step for this device on tokens in the grouped layout. Forward only.
-
-    Where an argument requires a gradient, so does the result, and ``backward()`` through it raises a
-    :class:`ContractError`; under ``torch.no_grad()`` nothing is different.
+    """Run the best step for this device on tokens in the grouped layout. Forward only: ``backward()`` is refused.
 
     Args:
         stacked_tokens: (P, H) fp16, as :func:`moe_lab.problem.layout.permute` makes it.
@@ -136,11 +132,10 @@ def _at_least_1(name: str, value: object) -> int:
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer: router, permute, fused experts, unpermute. Forward only, weights in fp16.
 
-    A token's route weights are the softmax over all experts, of which the ``top_k`` largest are kept and divided by
-    their sum, so that they sum to 1 (see :func:`moe_lab.problem.reference.route`).
+    A token's route weights are the ``top_k`` largest of its softmax, divided by their sum.
 
-    The weights are random and require no gradient: copy yours into them, or load a state dict. Where the tokens (or a
-    weight that you told to) require a gradient, ``backward()`` through the result raises a :class:`ContractError`.
+    The weights are random and require no gradient: copy yours into them, or load a state dict. ``backward()`` through
+    the result, where something requires a gradient, raises a :class:`ContractError`.
 
     Args:
         hidden, intermediate, num_experts: H, I and E, at least 1.

@@ -64,10 +64,6 @@ def test_both_padding_rules_on_an_exact_multiple_and_an_empty_expert():
     assert GroupedLayout((128, 0, 129), padding_rule="plus_one").padded_offsets == (0, 256, 384, 640)
 
 
-def test_142_rows_waste_44_percent():
-    assert GroupedLayout((142,) * 16).waste == pytest.approx(0.4453125)
-
-
 @pytest.mark.parametrize(
     ("sizes", "block", "message"),
     [

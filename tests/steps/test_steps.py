@@ -60,7 +60,7 @@ def test_a_step_on_a_gpu_gives_the_truth_and_writes_nowhere_else(name: str) -> N
     # A block of rows before and after out: what is written there would be another tensor elsewhere.
     block = 128
     room = torch.full((len(inputs.out) + 2 * block, ON_A_GPU.hidden), 7.0, dtype=torch.float16, device="cuda")
-    inputs = inputs.with_out(room[block:-block])
+    inputs = dataclasses.replace(inputs, out=room[block:-block])
     untouched = [tensor.clone() for tensor in inputs.args[:-1]]
     run_kernel = backend.load(step(name))
     truth = fused_truth(inputs)
