@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.reference import fused_truth
 from moe_lab.problem.routings import routings
 from moe_lab.problem.submission import Submission
-from moe_lab.speed.peers import PEERS, Peer, forget_copies
+from moe_lab.speed.peers import PEERS, Call, Peer, forget_copies
 from moe_lab.steps import STEPS, find
 
 #: What a CPU is given instead of a contest case: the same shape of problem, a thousandth of the work.
@@ -57,10 +57,16 @@ class Candidate:
     kind: Kind
     name: str
     source_hash: str | None
-    calls: tuple[Callable[[], Any], ...]  # issue the work, one for each input set; a roof has one for all
-    results: tuple[Callable[[], torch.Tensor], ...] | None  # of the last calls, (N, H) in raw order; None for a roof
+    calls: Sequence[Call]  # issue the work and give the result, one for each input set; a roof has one for all
     flops: int
     bytes: int
+    rows: torch.Tensor | None = None  # rows of a result that count, in raw order; all if None
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # the last result of each input set
+
+    def issue(self, turn: int) -> None:
+        """Issue the work on one input set."""
+        number = turn % len(self.calls)
+        self.kept[number] = self.calls[number]()
 
 
 def run(
@@ -222,23 +228,18 @@ def time_case(
             torch.cuda.synchronize()
             time.sleep(_REST_S)
     timings = interleave(
-        {item.name: functools.partial(_issue, item.calls) for item in candidates},
-        rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets),
-    )  # fmt: skip
+        {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
+    )
     timed: list[tuple[Candidate, Timing, float | None]] = []
     for candidate in candidates:
         # The last timed calls left their results: right before the clock ran and right after.
-        wrong, error = _check(candidate, truths) if candidate.results else ("", None)
+        wrong, error = ("", None) if candidate.kind == "roof" else _check(candidate, truths)
         if wrong:
             say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
         else:
             timed.append((candidate, timings[candidate.name], error))
     forget_copies()
     return timed
-
-
-def _issue(calls: Sequence[Callable[[], Any]], turn: int) -> None:
-    calls[turn % len(calls)]()
 
 
 def _ready(
@@ -249,8 +250,8 @@ def _ready(
     try:
         with _at_most(_READY_S):
             candidate = make()
-            for call in candidate.calls:
-                call()
+            for number in range(len(truths)):
+                candidate.issue(number)
             wrong, _ = _check(candidate, truths)
     # A peer or a step that does not compile or run here must not end the others' measurement.
     except Exception as failure:  # noqa: BLE001
@@ -277,20 +278,17 @@ def _of_rung(name: str, submission: Submission, sets: Sequence[Inputs]) -> Candi
     entry = backend.load(submission)
     # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
     own = [replace(inputs, out=torch.full_like(inputs.out, float("nan"))) for inputs in sets]
-    calls = tuple(functools.partial(entry, *inputs.args) for inputs in own)
-    results = tuple(lambda inputs=inputs: inputs.out[inputs.valid_rows] for inputs in own)
-    return Candidate("step", name, submission.source_hash, calls, results, *_work(sets[0]))
+
+    def call(inputs: Inputs) -> torch.Tensor:
+        entry(*inputs.args)
+        return inputs.out
+
+    calls = [functools.partial(call, inputs) for inputs in own]
+    return Candidate("step", name, submission.source_hash, calls, *_work(sets[0]), own[0].valid_rows)
 
 
 def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(number: int, call: Callable[[], torch.Tensor]) -> None:
-        kept[number] = call()
-
-    calls = tuple(functools.partial(keep, number, peer.prepare(inputs)) for number, inputs in enumerate(sets))
-    results = tuple(functools.partial(kept.__getitem__, number) for number in range(len(sets)))
-    return Candidate("peer", peer.name, None, calls, results, *_work(sets[0]))
+    return Candidate("peer", peer.name, None, [peer.prepare(inputs) for inputs in sets], *_work(sets[0]))
 
 
 def _work(inputs: Inputs) -> tuple[int, int]:
@@ -312,17 +310,17 @@ def _roofs(on_cpu: bool) -> list[Candidate]:
     multiply = functools.partial(torch.mm, one, other, out=product)
     copy = functools.partial(target.copy_, source)
     return [
-        Candidate("roof", label, None, (multiply,), None, 2 * size**3, 3 * size**2 * one.element_size()),
-        Candidate("roof", f"{_COPY}, {length >> 20} MiB", None, (copy,), None, 0, 2 * length),
+        Candidate("roof", label, None, [multiply], 2 * size**3, 3 * size**2 * one.element_size()),
+        Candidate("roof", f"{_COPY}, {length >> 20} MiB", None, [copy], 0, 2 * length),
     ]
 
 
 def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, float]:
     """Why the last results are wrong, empty if all are within the judge's tolerance, and their relative error."""
-    assert candidate.results is not None
     error = 0.0
-    for read, truth in zip(candidate.results, truths, strict=True):
-        result = read().float()
+    for number, truth in enumerate(truths):
+        kept = candidate.kept[number]
+        result = (kept if candidate.rows is None else kept[candidate.rows]).float()
         if result.shape != truth.shape:
             return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}", math.inf
         off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))

@@ -155,14 +155,14 @@ def test_a_gpu_times_steps_peers_and_roofs_in_turns():
 
 
 def candidate(result):
-    return Candidate("peer", "x", None, (lambda: None,), (lambda: result,), 1, 1)
+    return Candidate("peer", "x", None, (), 1, 1, kept={0: result})
 
 
 def test_a_run_cut_short_keeps_the_cases_that_are_done(monkeypatch, tmp_path):
     def time_case(case, *rest):
         if case == CASES[2]:
             raise KeyboardInterrupt
-        candidate = Candidate("step", "s0_baseline", "aa", (), None, 10, 10)
+        candidate = Candidate("step", "s0_baseline", "aa", (), 10, 10)
         return [(candidate, summarise("s0_baseline", [1.0, 2.0], device="d", cache="cold"), 1e-4)]
 
     here = bench.backend.detect()
