@@ -142,23 +142,19 @@ class Submission:
                 f"({self.name}), usually because the name is computed or bound twice"
             )
         text = self.source.encode()
-        for literal in sorted(self.literals.values(), key=lambda item: -item.start):
-            value = values.get(literal.name, literal.value)
-            if repr(value) == repr(literal.value):
-                continue
-            if not _is_tile_literal(value) or not _same_kind(value, literal.value):
-                raise SubmissionError(
-                    f"got {literal.name}={value!r}, expected type {type(literal.value).__name__} as in the source "
-                    f"({literal.value!r})"
-                )
-            text = text[: literal.start] + repr(value).encode() + text[literal.end :]
+        for name, literal in reversed(self.literals.items()):
+            value, old = values.get(name, literal.value), literal.value
+            if not _is_tile_literal(value) or not _same_kind(value, old):
+                kind = type(old).__name__
+                raise SubmissionError(f"got {name}={value!r}, expected type {kind} as in the source ({old!r})")
+            if repr(value) != repr(old):
+                text = text[: literal.start] + repr(value).encode() + text[literal.end :]
         return Submission(text.decode(), self.name)
 
     def diff(self, other: Submission) -> str:
         """Unified diff from this text to the other's; empty if they are equal."""
-        lines = difflib.unified_diff(
-            self.source.splitlines(keepends=True), other.source.splitlines(keepends=True), self.name, other.name
-        )
+        ours, theirs = (text.source.splitlines(keepends=True) for text in (self, other))
+        lines = difflib.unified_diff(ours, theirs, self.name, other.name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
