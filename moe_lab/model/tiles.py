@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_lab.machine.devices import Device
+from moe_lab.model import tir
 from moe_lab.model.roofline import balanced, work
-from moe_lab.model.tir import Branch, Launch, Loop, Node, Op, Unknown, dtype_bits, launches, loops, product, total, walk
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, product, walk
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -29,50 +30,30 @@ _REGISTER_BYTES = 4
 
 @dataclass(frozen=True)
 class Placed:
-    """One buffer of shared memory with its place.
+    """One buffer of shared memory with its place."""
 
-    Attributes:
-        name: variable in the source.
-        size_bytes: all copies together.
-        copies: 1, or the stages of the pipeline that fills it.
-        offset_bytes: where it starts; buffers that never live at once may overlap.
-    """
-
-    name: str
-    size_bytes: int
-    copies: int
-    offset_bytes: int
+    name: str  # variable in the source
+    size_bytes: int  # all copies together
+    copies: int  # 1, or the stages of the pipeline that fills it
+    offset_bytes: int  # where it starts; buffers that never live at once may overlap
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one launch asks for; None is what cannot be told, see ``unknown``.
+    """What one launch asks for; None is what cannot be told, see ``unknown``."""
 
-    Attributes:
-        stage: number of the launch, from 1, in the order of the calls.
-        grid: blocks along each axis.
-        threads: threads of a block.
-        shared: buffers of shared memory, in the order of their places.
-        shared_bytes: shared memory of a block.
-        accumulator_registers: 32-bit registers of a thread that hold results of T.gemm.
-        fragment_registers: fragments and arrays of a thread alive at once: a lower bound of its registers.
-        flops: operations of all T.gemm in all blocks, rows of padding included.
-        reads_bytes: bytes read from each tensor in device memory by all blocks; at most, if a condition skips some.
-        unknown: what could not be evaluated, naming its expression.
-        conditional: whether only run time knows which blocks multiply, so that ``flops`` and ``reads_bytes`` are upper
-            limits.
-    """
-
-    stage: int
-    grid: tuple[int | None, ...]
-    threads: int
-    shared: tuple[Placed, ...]
-    shared_bytes: int | None
-    accumulator_registers: int | None
-    fragment_registers: int | None
-    flops: int | None
+    stage: int  # number of the launch, from 1, in the order of the calls
+    grid: tuple[int | None, ...]  # blocks along each axis
+    threads: int  # of a block
+    shared: tuple[Placed, ...]  # buffers of shared memory, in the order of their places
+    shared_bytes: int | None  # of a block
+    accumulator_registers: int | None  # 32-bit registers of a thread that hold results of T.gemm
+    fragment_registers: int | None  # fragments and arrays of a thread alive at once: a lower bound of its registers
+    flops: int | None  # operations of all T.gemm in all blocks, rows of padding included
+    # Read from each tensor in device memory by all blocks; at most, if a condition skips some.
     reads_bytes: dict[str, int | None] = field(hash=False)
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # what could not be evaluated, naming its expression
+    # Whether only run time knows which blocks multiply, so that `flops` and `reads_bytes` are upper limits.
     conditional: bool = False
 
     @property
@@ -84,14 +65,7 @@ class KernelResources:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a submission asks for, for one case.
-
-    Attributes:
-        submission: with the literals.
-        case: sizes.
-        layout: group sizes.
-        kernels: one entry a launch.
-    """
+    """What a submission asks for, for one case, launch by launch."""
 
     submission: Submission
     case: Case
@@ -148,7 +122,7 @@ def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = 
     """
     layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case))
     work(case, layout.sizes)  # refuses sizes that do not fit
-    found = launches(submission, case, layout, load=load)
+    found = tir.launches(submission, case, layout, load=load)
     if not found:
         raise SubmissionError(f"got no T.Kernel in what {submission.name} calls from run_kernel, expected at least one")
     kernels = tuple(_describe(stage, launch) for stage, launch in enumerate(found, start=1))
@@ -158,43 +132,48 @@ def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = 
 def _describe(stage: int, launch: Launch) -> KernelResources:
     unknown: dict[str, None] = {}
 
-    def known(value: int | Unknown, what: str) -> int | None:
+    def known(value: Number, what: str) -> int | None:
         if isinstance(value, Unknown):
             unknown[f"{what} of stage {stage}: {value.reason}"] = None
             return None
         return value
 
-    grid = tuple(known(extent, "the grid") for extent in launch.grid)
+    grid, blocks = tuple(known(extent, "the grid") for extent in launch.grid), product(launch.grid)
     placed, shared = _place(launch)
     shared_bytes = known(shared, "the shared memory")
-    results = {op.writes[0] for op in walk(launch.body) if op.kind == "gemm" and op.writes}
-    registers: dict[int, int] = {}
-    whole = launch.threads > 0
+    accumulators, fragments = _registers(launch, known)
+    flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
+    reads: dict[str, int | None] = {}
+    for place in dict.fromkeys(place for op in walk(launch.body) for place in op.moved):
+        name, bits = launch.buffers[place].name, tir.dtype_bits(launch.buffers[place].dtype)
+        count = _times(blocks, _total(launch.body, lambda op, place=place: op.moved.get(place, 0)))  # type: ignore[misc]
+        read = known(_times(count, bits if isinstance(bits, Unknown) else bits // 8), f"what is read of {name}")
+        reads[name] = _sum([reads.get(name, 0), read])
+    return KernelResources(
+        stage, grid, launch.threads, placed, shared_bytes, accumulators, fragments, flops, reads, tuple(unknown),
+        _conditional(launch.body),
+    )  # fmt: skip
+
+
+def _registers(launch: Launch, known: Callable[[Number, str], int | None]) -> tuple[int | None, int | None]:
+    """Registers of a thread that hold results of T.gemm, and all that fragments and local arrays need."""
+    fragments: dict[int, int] = {}
+    local, whole, used = 0, launch.threads > 0, set().union(*map(_touched, launch.body))
     for place, buffer in enumerate(launch.buffers):
         if buffer.scope in ("fragment", "local"):
             size = known(buffer.size_bytes, f"the size of {buffer.name}")
             whole &= size is not None
             # A local array is each thread's own; a fragment is spread over the threads of the block.
-            each = math.ceil((size or 0) / (max(1, launch.threads) if buffer.scope == "fragment" else 1))
-            registers[place] = math.ceil(each / _REGISTER_BYTES)
-    own = {place: size for place, size in registers.items() if launch.buffers[place].scope == "local"}
-    fragments = {place: size for place, size in registers.items() if place not in own}
-    used = {place for op in walk(launch.body) for place in (*op.reads, *op.writes)}
-    all_alive = sum(size for place, size in own.items() if place in used)
-    accumulators = _peak(launch.body, {key: size for key, size in fragments.items() if key in results})
-    blocks = product(launch.grid)
-    flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
-    reads: dict[str, int | None] = {}
-    for place in dict.fromkeys(place for op in walk(launch.body) for place in op.moved):
-        name, bits = launch.buffers[place].name, dtype_bits(launch.buffers[place].dtype)
-        count = _times(blocks, _total(launch.body, lambda op, place=place: op.moved.get(place, 0)))  # type: ignore[misc]
-        read = known(_times(count, bits if isinstance(bits, Unknown) else bits // 8), f"what is read of {name}")
-        reads[name] = _sum([reads.get(name, 0), read])
-    return KernelResources(
-        stage, grid, launch.threads, placed, shared_bytes, accumulators if whole else None,
-        all_alive + _peak(launch.body, fragments) if whole else None, flops, reads, tuple(unknown),
-        _conditional(launch.body),
-    )  # fmt: skip
+            if buffer.scope == "fragment":
+                each = math.ceil((size or 0) / max(1, launch.threads))
+                fragments[place] = math.ceil(each / _REGISTER_BYTES)
+            elif place in used:
+                local += math.ceil((size or 0) / _REGISTER_BYTES)
+    if not whole:
+        return None, None
+    results = {op.writes[0] for op in walk(launch.body) if op.kind == "gemm" and op.writes}
+    held = {place: size for place, size in fragments.items() if place in results}
+    return _peak(launch.body, held), local + _peak(launch.body, fragments)
 
 
 def _conditional(nodes: Sequence[Node]) -> bool:
@@ -210,53 +189,45 @@ def _touched(node: Node) -> set[int]:
     return {place for op in walk([node]) for place in (*op.reads, *op.writes)}
 
 
-def _spans(touched: Sequence[set[int]], places: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _spans(nodes: Sequence[Node], places: Iterable[int]) -> dict[int, tuple[int, int]]:
     """First and last statement that touch each buffer."""
+    touched = [_touched(node) for node in nodes]
     uses = {place: [at for at, found in enumerate(touched) if place in found] for place in places}
     return {place: (at[0], at[-1]) for place, at in uses.items() if at}
 
 
 def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
     """The most that is alive at once, from first to last use; what one loop or one way alone uses lives inside it."""
-    touched = [_touched(node) for node in nodes]
-    spans = _spans(touched, list(sizes))
-    inside, deep = [0] * len(nodes), set()
+    spans, inside = _spans(nodes, sizes), [0] * len(nodes)
     for at, node in enumerate(nodes):
-        ways = [] if isinstance(node, Op) else [node.body] if isinstance(node, Loop) else [node.body, node.orelse]
+        ways = () if isinstance(node, Op) else node.ways
         uses = [set().union(*map(_touched, way)) for way in ways]
         mine = {place for place, span in spans.items() if span == (at, at) and sum(place in use for use in uses) == 1}
-        inside[at] = max(
-            (_peak(way, {place: sizes[place] for place in use & mine}) for way, use in zip(ways, uses, strict=True)),
-            default=0,
-        )
-        deep |= mine
-    alive = {place: span for place, span in spans.items() if place not in deep}
-    return max(
-        (
-            inside[at] + sum(sizes[place] for place, (first, last) in alive.items() if first <= at <= last)
-            for at in range(len(nodes))
-        ),
-        default=0,
-    )
+        for way, use in zip(ways, uses, strict=True):
+            inside[at] = max(inside[at], _peak(way, {place: sizes[place] for place in use & mine}))
+        spans = {place: span for place, span in spans.items() if place not in mine}
+    alive = [
+        sum(sizes[place] for place, (first, last) in spans.items() if first <= at <= last) for at in range(len(nodes))
+    ]
+    return max(map(sum, zip(inside, alive, strict=True)), default=0)
 
 
-def _times(left: int | Unknown, right: int | Unknown) -> int | Unknown:
+def _times(left: Number, right: Number) -> Number:
     # Nothing times an unknown is still nothing: a loop of unknown length that moves no weight hides none.
     return 0 if left == 0 or right == 0 else product((left, right))
 
 
-def _total(nodes: Sequence[Node], count: Callable[[Op], int | Unknown]) -> int | Unknown:
+def _total(nodes: Sequence[Node], count: Callable[[Op], Number]) -> Number:
     """Sum over a block's statements, loops multiplied out; of two branches the larger."""
-    parts: list[int | Unknown] = []
+    parts: list[Number] = []
     for node in nodes:
         if isinstance(node, Op):
             parts.append(count(node))
-        elif isinstance(node, Loop):
-            parts.append(_times(node.trips, _total(node.body, count)))
         else:
-            ways = [_total(node.body, count), _total(node.orelse, count)]
-            parts.append(max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way))
-    return total(parts)
+            ways = [_total(way, count) for way in node.ways]
+            most = max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way)
+            parts.append(_times(node.trips, most) if isinstance(node, Loop) else most)
+    return tir.total(parts)
 
 
 # ---- shared memory, as TileLang lays it out --------------------------------------------------------------------
@@ -272,17 +243,16 @@ class _Life:
     end: int
 
 
-def _place(launch: Launch) -> tuple[tuple[Placed, ...], int | Unknown]:
+def _place(launch: Launch) -> tuple[tuple[Placed, ...], Number]:
     """Places of all shared buffers and the bytes they need together."""
-    unmodelled = _unmodelled(launch)
+    copies = _copies(launch.body)
+    unmodelled = _unmodelled(launch, copies)
     if unmodelled:
         return (), Unknown(unmodelled)
-    copies = _copies(launch.body)
-    touched = [_touched(node) for node in _statements(launch.body)]
-    shared = [place for place, buffer in enumerate(launch.buffers) if buffer.scope.startswith("shared")]
     lives: list[_Life] = []
     # TileLang drops what nothing uses.
-    for place, (first, last) in _spans(touched, shared).items():
+    shared = [place for place, buffer in enumerate(launch.buffers) if buffer.scope.startswith("shared")]
+    for place, (first, last) in _spans(_statements(launch.body), shared).items():
         buffer, number = launch.buffers[place], copies.get(place, 1)
         size = product((buffer.size_bytes, number))
         if isinstance(size, Unknown):
@@ -295,24 +265,25 @@ def _place(launch: Launch) -> tuple[tuple[Placed, ...], int | Unknown]:
     for scope in ("shared.dyn", "shared"):
         area = [life for life in lives if life.scope == scope]
         offsets, top = _pack(area, share)
-        for life, offset in zip(area, offsets, strict=True):
-            placed.append(Placed(life.name, life.size, life.copies, size_bytes + offset))
+        placed += [
+            Placed(life.name, life.size, life.copies, size_bytes + offset)
+            for life, offset in zip(area, offsets, strict=True)
+        ]
         size_bytes += _aligned(top)
     return tuple(sorted(placed, key=lambda item: item.offset_bytes)), size_bytes
 
 
-def _unmodelled(launch: Launch) -> str:
+def _unmodelled(launch: Launch, copies: Iterable[int]) -> str:
     """Why the shared memory of a launch cannot be predicted; empty if it can."""
     if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
         return "the pass config for aggressive merging of shared memory is not modelled"
     if any(op.kind == "reduce" for op in walk(launch.body)):
         return "T.reduce takes shared memory of its own, which is not modelled"
-    for loop in loops(launch.body):
+    for loop in tir.loops(launch.body):
         # A pipeline of an order of its own changes copies and lifetimes.
         if any(note.startswith("tl_pipeline") for note in loop.notes) and any(map(_touched, loop.body)):
             return f"the pipeline over {loop.name} with an explicit order is not modelled"
     # TileLang refuses a buffer that a pipeline multiplies and something else touches too.
-    copies = _copies(launch.body)
     users: dict[int, set[int]] = {place: set() for place in copies}
 
     def collect(nodes: Sequence[Node], pipeline: int) -> None:
@@ -320,10 +291,10 @@ def _unmodelled(launch: Launch) -> str:
             if isinstance(node, Op):
                 for place in users.keys() & _touched(node):
                     users[place].add(pipeline)
-            elif isinstance(node, Loop):
-                collect(node.body, id(node) if (node.num_stages or 0) > 1 else pipeline)
             else:
-                collect([*node.body, *node.orelse], pipeline)
+                own = isinstance(node, Loop) and (node.num_stages or 0) > 1
+                for way in node.ways:
+                    collect(way, id(node) if own else pipeline)
 
     collect(launch.body, 0)
     split = next((launch.buffers[place].name for place, where in users.items() if len(where) > 1), "")
@@ -335,7 +306,7 @@ def _unmodelled(launch: Launch) -> str:
 def _copies(nodes: Sequence[Node]) -> dict[int, int]:
     """Number of copies of each buffer that a pipelined loop fills from device memory."""
     copies: dict[int, int] = {}
-    for loop in loops(nodes):
+    for loop in tir.loops(nodes):
         for statement in _statements(loop.body) if (loop.num_stages or 0) > 1 else ():
             ops = list(walk([statement]))
             if ops and all(op.pure_copy for op in ops):
@@ -351,10 +322,10 @@ def _statements(nodes: Sequence[Node]) -> list[Node]:
     """
     flat: list[Node] = []
     for node in nodes:
-        transparent = (
-            not node.orelse if isinstance(node, Branch)
-            else isinstance(node, Loop) and node.num_stages is None and node.trips == 1
-        )  # fmt: skip
+        if isinstance(node, Branch):
+            transparent = not node.orelse
+        else:
+            transparent = isinstance(node, Loop) and node.num_stages is None and node.trips == 1
         flat += _statements(node.body) if transparent and not isinstance(node, Op) else [node]
     return flat
 
@@ -384,24 +355,14 @@ def _aligned(offset: int) -> int:
 
 @dataclass(frozen=True)
 class KernelFit:
-    """One launch on one device.
+    """One launch on one device."""
 
-    Attributes:
-        kernel: what it asks for.
-        reasons: why it does not fit, one sentence each; empty if it does.
-        waves_of_threads: waves (warps) of a block.
-        blocks_per_processor: blocks that one processor can hold at once, at most; 0 if it does not fit; None if
-            something is unknown.
-        limited_by: what keeps it from holding one more.
-        grid_waves: rounds that the grid takes, as a fraction: 4.2 takes as long as 5.
-    """
-
-    kernel: KernelResources
-    reasons: tuple[str, ...]
-    waves_of_threads: int
-    blocks_per_processor: int | None
-    limited_by: str
-    grid_waves: float | None
+    kernel: KernelResources  # what it asks for
+    reasons: tuple[str, ...]  # why it does not fit, one sentence each; empty if it does
+    waves_of_threads: int  # waves (warps) of a block
+    blocks_per_processor: int | None  # that one can hold at once, at most; 0 if it does not fit; None if unknown
+    limited_by: str  # what keeps it from holding one more
+    grid_waves: float | None  # rounds that the grid takes, as a fraction: 4.2 takes as long as 5
 
     @property
     def wave_efficiency(self) -> float | None:
@@ -411,12 +372,7 @@ class KernelFit:
 
 @dataclass(frozen=True)
 class Fit:
-    """A submission on one device.
-
-    Attributes:
-        device: where.
-        kernels: one entry a launch.
-    """
+    """A submission on one device, launch by launch."""
 
     device: Device
     kernels: tuple[KernelFit, ...]
@@ -432,10 +388,6 @@ class Fit:
 def fit(found: Resources, device: Device) -> Fit:
     """Hold what a submission asks for against what a device has.
 
-    Args:
-        found: from :func:`resources`.
-        device: a GPU.
-
     Raises:
         DataError: for a CPU, which has no such limits.
     """
@@ -447,21 +399,18 @@ def fit(found: Resources, device: Device) -> Fit:
 def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
     where, stage = device.title, f"stage {kernel.stage}"
     shared, threads, registers = kernel.shared_bytes, kernel.threads, kernel.fragment_registers
-    reasons = []
-    if (shared or 0) > device.shared_per_block_bytes:
-        reasons.append(
-            f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {device.shared_per_block_bytes}"
-        )
-    if (registers or 0) > device.registers_per_thread:
-        reasons.append(
-            f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
-            f"{device.registers_per_thread}: the rest goes to memory"
-        )
-    if threads > device.most_threads_per_block:
-        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {device.most_threads_per_block}")
-    if threads % device.lanes or threads < 1:
-        reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {device.lanes} lanes")
     waves = math.ceil(threads / device.lanes)
+    wrong = {
+        f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {device.shared_per_block_bytes}":
+            (shared or 0) > device.shared_per_block_bytes,
+        f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
+        f"{device.registers_per_thread}: the rest goes to memory": (registers or 0) > device.registers_per_thread,
+        f"{stage} has {threads} threads a block, the {where} takes {device.most_threads_per_block}":
+            threads > device.most_threads_per_block,
+        f"{stage} has {threads} threads, no multiple of the {where}'s waves of {device.lanes} lanes":
+            threads % device.lanes or threads < 1,
+    }  # fmt: skip
+    reasons = tuple(reason for reason, applies in wrong.items() if applies)
     limits = {"threads": device.threads_per_processor // max(1, waves * device.lanes)}
     if shared:
         each = shared + device.shared_reserved_per_block_bytes
@@ -471,15 +420,23 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
     resident = 0 if reasons else None if None in (shared, registers) else min(limits.values())
     limited_by = "" if reasons else min(limits, key=lambda key: limits[key])
     grid_waves = kernel.blocks / (resident * device.processors) if resident and kernel.blocks else None
-    return KernelFit(kernel, tuple(reasons), waves, resident, limited_by, grid_waves)
+    return KernelFit(kernel, reasons, waves, resident, limited_by, grid_waves)
 
 
 def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
     """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
     sizes = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
-    figures = (
-        "reasons", "waves_of_threads", "blocks_per_processor", "limited_by", "grid_waves", "wave_efficiency",
-    )  # fmt: skip
+    figures = ("reasons", "waves_of_threads", "blocks_per_processor", "limited_by", "grid_waves", "wave_efficiency")
+    devices = [
+        {
+            "device": item.device.name,
+            "fits": item.fits,
+            "kernels": [
+                {"stage": part.kernel.stage, **{name: getattr(part, name) for name in figures}} for part in item.kernels
+            ],
+        }
+        for item in fits
+    ]
     return {
         "submission": found.submission.name,
         "source_hash": found.submission.source_hash,
@@ -489,17 +446,7 @@ def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
         "work_ratio": found.work_ratio,
         "weight_passes": found.weight_passes(),
         "kernels": [asdict(kernel) for kernel in found.kernels],
-        "devices": [
-            {
-                "device": item.device.name,
-                "fits": item.fits,
-                "kernels": [
-                    {"stage": part.kernel.stage, **{name: getattr(part, name) for name in figures}}
-                    for part in item.kernels
-                ],
-            }
-            for item in fits
-        ],
+        "devices": devices,
         "unknown": found.unknown,
     }
 
@@ -518,15 +465,13 @@ def lowered_figures(submission: Submission, case: Case, device: Device) -> list[
 
     targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
     targets += ["gfx90a"] if device.lanes == 64 else []
+    found: list[dict[str, Any]] = []
     answers = lower_many([Lowering(submission, case, target) for target in targets])
-    return [
-        {
-            "target": target, "stand_in": target != device.architecture,
-            "error": str(answer) if isinstance(answer, LoweringError) else None,
-            "kernels": [] if isinstance(answer, LoweringError) else [
-                {name: getattr(kernel, name) for name in ("name", "shared_bytes", "threads", "grid")}
-                for kernel in answer
-            ],
-        }
-        for target, answer in zip(targets, answers, strict=True)
-    ]  # fmt: skip
+    for target, answer in zip(targets, answers, strict=True):
+        error = str(answer) if isinstance(answer, LoweringError) else None
+        kernels = [
+            {name: getattr(kernel, name) for name in ("name", "shared_bytes", "threads", "grid")}
+            for kernel in ([] if isinstance(answer, LoweringError) else answer)
+        ]
+        found.append({"target": target, "stand_in": target != device.architecture, "error": error, "kernels": kernels})
+    return found

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import math
 import re
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,87 +31,63 @@ from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
-#: Seconds for one file; a child that has to start first gets more.
-_TIMEOUT_S, _START_S = 10.0, 40.0
-#: Address space that host code may take.
-_MEMORY_BYTES = 4 << 30
-#: Answers kept.
-_KEPT = 1024
+_TIMEOUT_S, _START_S = 10.0, 40.0  # for one file; a child that has to start first gets more
+_MEMORY_BYTES = 4 << 30  # address space that host code may take
+_KEPT = 1024  # answers
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only run time knows.
+    """A value that only run time knows."""
 
-    Attributes:
-        reason: why, naming the expression.
-    """
+    reason: str  # naming the expression
 
-    reason: str
+
+Number = int | Unknown
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor in device memory, or one ``T.alloc_*``.
+    """A tensor in device memory, or one ``T.alloc_*``."""
 
-    Attributes:
-        name: of the argument of ``run_kernel``, else in the kernel.
-        scope: "global", "shared", "shared.dyn", "fragment" or "local" (an array of each thread).
-        shape: extents.
-        dtype: such as "float16".
-    """
-
-    name: str
-    scope: str
-    shape: tuple[int | Unknown, ...]
-    dtype: str
+    name: str  # of the argument of run_kernel, else in the kernel
+    scope: str  # "global", "shared", "shared.dyn", "fragment" or "local" (an array of each thread)
+    shape: tuple[Number, ...]
+    dtype: str  # such as "float16"
 
     @property
-    def size_bytes(self) -> int | Unknown:
+    def size_bytes(self) -> Number:
         """Bytes of one copy of it."""
-        elements, bits = product(self.shape), dtype_bits(self.dtype)
-        if isinstance(elements, Unknown) or isinstance(bits, Unknown):
-            return elements if isinstance(elements, Unknown) else bits
-        return -(-elements * bits // 8)
+        bits = product((*self.shape, dtype_bits(self.dtype)))
+        return bits if isinstance(bits, Unknown) else -(-bits // 8)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One statement of a block. Buffers are named by their places in :attr:`Launch.buffers`.
+    """One statement of a block. Buffers are named by their places in :attr:`Launch.buffers`."""
 
-    Attributes:
-        kind: "copy", "gemm", "reduce" or "other".
-        reads, writes: buffers, each once.
-        moved: elements read from each tensor in device memory.
-        flops: operations of a gemm.
-        pure_copy: whether it only moves data from device memory into shared memory.
-    """
-
-    kind: str
-    reads: tuple[int, ...] = ()
+    kind: str  # "copy", "gemm", "reduce" or "other"
+    reads: tuple[int, ...] = ()  # buffers, each once
     writes: tuple[int, ...] = ()
-    moved: dict[int, int | Unknown] = field(default_factory=dict)
-    flops: int = 0
-    pure_copy: bool = False
+    moved: dict[int, Number] = field(default_factory=dict)  # elements read from each tensor in device memory
+    flops: int = 0  # of a gemm
+    pure_copy: bool = False  # whether it only moves data from device memory into shared memory
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of a block.
+    """A loop of a block."""
 
-    Attributes:
-        name: its variable; empty for ``while``.
-        trips: how often its body runs.
-        num_stages: of ``T.Pipelined``; None for any other loop.
-        notes: names of its annotations, such as "tl_pipeline_order".
-        body: what it repeats.
-    """
-
-    name: str
-    trips: int | Unknown
-    num_stages: int | None
-    notes: tuple[str, ...]
+    name: str  # its variable; empty for `while`
+    trips: Number
+    num_stages: int | None  # of T.Pipelined; None for any other loop
+    notes: tuple[str, ...]  # names of its annotations, such as "tl_pipeline_order"
     body: tuple[Node, ...]
+
+    @property
+    def ways(self) -> tuple[tuple[Node, ...], ...]:
+        """What may run inside."""
+        return (self.body,)
 
 
 @dataclass(frozen=True)
@@ -120,50 +97,37 @@ class Branch:
     body: tuple[Node, ...]
     orelse: tuple[Node, ...]
 
+    @property
+    def ways(self) -> tuple[tuple[Node, ...], ...]:
+        """What may run inside, one of the two."""
+        return (self.body, self.orelse)
+
 
 Node = Op | Loop | Branch
 
 
 @dataclass(frozen=True)
 class Call:
-    """One intrinsic that a launch calls, other than arithmetic.
+    """One intrinsic that a launch calls, other than arithmetic."""
 
-    Attributes:
-        name: of TileLang's operator, such as "tl.tileop.async_copy" or "tirx.call_extern".
-        text: its first argument that is text, such as the function's name; empty if it has none.
-        buffers: names of what it touches.
-    """
-
-    name: str
-    text: str = ""
-    buffers: tuple[str, ...] = ()
+    name: str  # of TileLang's operator, such as "tl.tileop.async_copy" or "tirx.call_extern"
+    text: str = ""  # its first argument that is text, such as the function's name
+    buffers: tuple[str, ...] = ()  # names of what it touches
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One ``with T.Kernel(...)`` that ``run_kernel`` reaches.
+    """One ``with T.Kernel(...)`` that ``run_kernel`` reaches."""
 
-    Attributes:
-        name: of the kernel's function.
-        grid: blocks along each axis.
-        threads: threads of a block.
-        target: that its ``@tilelang.jit`` names; empty if it names none.
-        pass_configs: of the same, by name, in lower case with "_" for ".".
-        source: device code that the kernel brings along (``T.import_source``); empty as a rule.
-        calls: its intrinsics, each once.
-        buffers: the tensors it is given, then what it allocates, in order.
-        body: what one block does.
-    """
-
-    name: str
-    grid: tuple[int | Unknown, ...]
-    threads: int
-    target: str
-    pass_configs: dict[str, Any]
-    source: str
-    calls: tuple[Call, ...]
-    buffers: tuple[Buffer, ...]
-    body: tuple[Node, ...]
+    name: str  # of the kernel's function
+    grid: tuple[Number, ...]  # blocks along each axis
+    threads: int  # of a block
+    target: str  # that its @tilelang.jit names; empty if it names none
+    pass_configs: dict[str, Any]  # of the same, by name, in lower case with "_" for "."
+    source: str  # device code that the kernel brings along (T.import_source); empty as a rule
+    calls: tuple[Call, ...]  # its intrinsics, each once
+    buffers: tuple[Buffer, ...]  # the tensors it is given, then what it allocates, in order
+    body: tuple[Node, ...]  # what one block does
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Op]:
@@ -172,19 +136,21 @@ def walk(nodes: Sequence[Node]) -> Iterator[Op]:
         if isinstance(node, Op):
             yield node
         else:
-            yield from walk(node.body if isinstance(node, Loop) else [*node.body, *node.orelse])
+            for way in node.ways:
+                yield from walk(way)
 
 
 def loops(nodes: Sequence[Node]) -> Iterator[Loop]:
     """Every loop, those inside another before it."""
     for node in nodes:
         if not isinstance(node, Op):
-            yield from loops(node.body if isinstance(node, Loop) else [*node.body, *node.orelse])
+            for way in node.ways:
+                yield from loops(way)
         if isinstance(node, Loop):
             yield node
 
 
-def product(values: Sequence[int | Unknown]) -> int | Unknown:
+def product(values: Sequence[Number]) -> Number:
     """Product of integers; unknown if one of them is.
 
     >>> product((2, 3))
@@ -193,20 +159,18 @@ def product(values: Sequence[int | Unknown]) -> int | Unknown:
     return next((value for value in values if isinstance(value, Unknown)), None) or math.prod(values)  # type: ignore[arg-type]
 
 
-def total(values: Sequence[int | Unknown]) -> int | Unknown:
+def total(values: Sequence[Number]) -> Number:
     """Sum of integers; unknown if one of them is."""
     return next((value for value in values if isinstance(value, Unknown)), None) or sum(values)  # type: ignore[arg-type]
 
 
-def dtype_bits(dtype: str) -> int | Unknown:
+def dtype_bits(dtype: str) -> Number:
     """Bits of one element.
 
     >>> dtype_bits("bfloat16"), dtype_bits("float8_e4m3")
     (16, 8)
     """
-    if dtype == "bool":
-        return 8
-    match = re.match(r"(?:b?float|u?int|e\dm\d\w*?_float)(\d+)", dtype)
+    match = re.match(r"(?:b?float|u?int|e\dm\d\w*?_float)(\d+)", "int8" if dtype == "bool" else dtype)
     return int(match[1]) if match else Unknown(f"the width of dtype {dtype!r} is not known")
 
 
@@ -228,11 +192,14 @@ class _Reader:
         self._wanted, self._waiting = threading.Condition(), 0
         self._thread: threading.Thread | None = None
 
-    def peek(self, question: Question, load: str = "") -> Answer | SubmissionError | None:
+    def peek(self, question: Question, load: str = "") -> Answer | None:
         submission, case, layout = question
-        return self._known.get((submission.source_hash, case, layout, load))
+        found = self._known.get((submission.source_hash, case, layout, load))
+        if isinstance(found, SubmissionError):
+            raise found
+        return found
 
-    def answer(self, question: Question, load: str = "") -> Answer | SubmissionError:
+    def answer(self, question: Question, load: str) -> Answer:
         with self._wanted:
             self._waiting += 1
         try:
@@ -256,19 +223,18 @@ class _Reader:
             with self._wanted:
                 self._wanted.wait_for(lambda: self._todo and not self._waiting)
                 question = self._todo.pop()
-            with self._asking:
+            with self._asking, contextlib.suppress(SubmissionError):
                 if self.peek(question) is None:
                     self._ask(question, "")
 
-    def _ask(self, question: Question, load: str) -> Answer | SubmissionError:
+    def _ask(self, question: Question, load: str) -> Answer:
         submission, case, layout = question
-        integers = {
-            "group_sizes": layout.sizes, "group_offsets": layout.offsets, "group_padded_offsets": layout.padded_offsets,
-            "group_idx_for_bx": layout.block_map,
-        }  # fmt: skip
         request = {
-            "source": submission.source, "sizes": case.extents(layout.num_padded_rows), "integers": integers,
-            "load": load,
+            "source": submission.source, "sizes": case.extents(layout.num_padded_rows), "load": load,
+            "integers": {
+                "group_sizes": layout.sizes, "group_offsets": layout.offsets,
+                "group_padded_offsets": layout.padded_offsets, "group_idx_for_bx": layout.block_map,
+            },
         }  # fmt: skip
         timeout_s, self._warm = _TIMEOUT_S if self._warm else _START_S, False
         found: Answer | SubmissionError
@@ -282,12 +248,12 @@ class _Reader:
         self._known[(submission.source_hash, case, layout, load)] = found
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
+        if isinstance(found, SubmissionError):
+            raise found
         return found
 
 
-@functools.cache
-def _reader() -> _Reader:
-    return _Reader()
+_reader = functools.cache(_Reader)
 
 
 @functools.cache
@@ -313,21 +279,12 @@ def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load:
     if found is None:
         _ = submission.tree  # what is no Python needs no process
         found = _reader().answer((submission, case, layout), load)
-    if isinstance(found, SubmissionError):
-        raise found
     return found
 
 
 def peek(submission: Submission, case: Case, layout: GroupedLayout) -> Answer | None:
-    """What :func:`launches` would answer, if that is known by now; never waits.
-
-    Raises:
-        SubmissionError: if it is known that nothing can be said.
-    """
-    found = _reader().peek((submission, case, layout))
-    if isinstance(found, SubmissionError):
-        raise found
-    return found
+    """What :func:`launches` would answer or raise, if that is known by now; never waits."""
+    return _reader().peek((submission, case, layout))
 
 
 def ahead(questions: Sequence[Question]) -> None:
@@ -343,7 +300,19 @@ def read(
 ) -> Any:
     """Answer one question, as JSON. Call it in a process where no CPU meaning was applied."""
     _prepare()
-    return _adapter().dump_python(list(read_here(source, sizes, integers, load)), mode="json")
+    found: list[Launch] = []
+    asked = host.asked_for(source, sizes, integers, load=load)
+    for kernel, tensors in asked.launches:
+        names: list[tuple[Any, str]] = []
+        extents: dict[Any, int] = {}
+        for param, tensor in zip(kernel.function.params, tensors, strict=False):
+            buffer = kernel.function.buffer_map[param]
+            # A slice of an argument reads the argument.
+            own = (name for name, each in asked.arguments.items() if _storage(each) == _storage(tensor))
+            names.append((buffer, next(own, str(buffer.name))))
+            extents |= {dim: size for dim, size in zip(buffer.shape, tensor.shape, strict=False) if _kind(dim) == "Var"}
+        found += _Walk(kernel, names, extents).found
+    return _adapter().dump_python(found, mode="json")
 
 
 @functools.cache
@@ -355,27 +324,21 @@ def _prepare() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
-def read_here(source: str, sizes: dict[str, int], integers: dict[str, Any], load: str = "") -> Iterator[Launch]:
-    """The same in this process, for one that is a child already; see :func:`launches`."""
-    asked = host.asked_for(source, sizes, integers, load=load)
-    for kernel, tensors in asked.launches:
-        names: list[tuple[Any, str]] = []
-        extents: dict[Any, int] = {}
-        for param, tensor in zip(kernel.function.params, tensors, strict=False):
-            buffer = kernel.function.buffer_map[param]
-            # A slice of an argument reads the argument.
-            own = (name for name, each in asked.arguments.items() if _storage(each) == _storage(tensor))
-            names.append((buffer, next(own, str(buffer.name))))
-            extents |= {dim: size for dim, size in zip(buffer.shape, tensor.shape, strict=False) if _kind(dim) == "Var"}
-        yield from _Walk(kernel, names, extents).found
-
-
 def _storage(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 def _kind(node: Any) -> str:
     return type(node).__name__
+
+
+def _operator(node: Any) -> str:
+    """Name of what a call calls; empty for what is no call."""
+    return str(getattr(getattr(node, "op", None), "name", ""))
+
+
+def _once(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 class _Walk:
@@ -390,7 +353,7 @@ class _Walk:
         self.elements = 0  # loops over single elements around a statement
         self.launches(kernel.function.body, ())
 
-    def number(self, expr: Any) -> int | Unknown:
+    def number(self, expr: Any) -> Number:
         if isinstance(expr, int):
             return expr
         value = self.simplify(self.functor.substitute(expr, self.extents))
@@ -398,7 +361,7 @@ class _Walk:
             return Unknown(f"`{expr}` is known at run time only")
         return int(value.value) if value.value >= 0 else Unknown(f"`{expr}` is {value.value}, which is no size")
 
-    def launches(self, node: Any, grid: tuple[int | Unknown, ...]) -> None:
+    def launches(self, node: Any, grid: tuple[Number, ...]) -> None:
         """Each nest of loops over blockIdx is a launch."""
         kind = _kind(node)
         if kind == "SeqStmt":
@@ -411,7 +374,7 @@ class _Walk:
         elif kind == "SBlockRealize" or hasattr(node, "body"):
             self.launches(node.block.body if kind == "SBlockRealize" else node.body, grid)
 
-    def launch(self, block: Any, grid: tuple[int | Unknown, ...]) -> Launch:
+    def launch(self, block: Any, grid: tuple[Number, ...]) -> Launch:
         self.places: dict[Any, int] = {}
         self.buffers: list[Buffer] = []
         for tensor, name in self.tensors:
@@ -429,22 +392,22 @@ class _Walk:
         self.places[buffer] = len(self.buffers)
         self.buffers.append(Buffer(name, scope, tuple(map(self.number, buffer.shape)), str(buffer.dtype)))
 
-    def calls(self, block: Any) -> list[Call]:
+    def calls(self, block: Any) -> dict[Call, None]:
         found: dict[Call, None] = {}
 
         def note(node: Any) -> None:
-            name = str(getattr(getattr(node, "op", None), "name", "")) if _kind(node) == "Call" else ""
+            name = _operator(node) if _kind(node) == "Call" else ""
             if name and not name.endswith(("region", "access_ptr", "type_annotation")):
                 text = next((str(each.value) for each in node.args if _kind(each) == "StringImm"), "")
                 touched = (self.buffers[place].name for place in self.touched(node))
                 found.setdefault(Call(name, text, tuple(dict.fromkeys(touched))))
 
         self.functor.post_order_visit(block, note)
-        return list(found)
+        return found
 
     def block(self, block: Any) -> list[Node]:
         for each in block.alloc_buffers:
-            scope = {"local.fragment": "fragment"}.get(each.scope(), each.scope())
+            scope = each.scope().replace("local.fragment", "fragment")
             if scope in ("fragment", "local", "shared", "shared.dyn"):  # no barriers, no single variables
                 self.add(each, str(each.name), scope)
         return self.nodes(block.body)
@@ -488,9 +451,9 @@ class _Walk:
     def reads(self, expr: Any) -> list[Node]:
         """What an expression reads; of device memory only where every element reads it."""
         found = [place for place in self.touched(expr) if self.elements or not self.in_memory(place)]
-        return [Op("other", tuple(dict.fromkeys(found)), moved=self.loads(found))] if found else []
+        return [Op("other", _once(found), moved=self.loads(found))] if found else []
 
-    def loads(self, places: Sequence[int]) -> dict[int, int | Unknown]:
+    def loads(self, places: Sequence[int]) -> dict[int, Number]:
         return dict(collections.Counter(filter(self.in_memory, places)))
 
     def in_memory(self, place: int) -> bool:
@@ -506,13 +469,10 @@ class _Walk:
             value = value.value
         source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
         pure = target is not None and source is not None and self.is_shared(target) and self.in_memory(source)
-        writes = () if target is None else (target,)
-        return Op("other", tuple(dict.fromkeys(loads)), writes, self.loads(loads), 0, pure)
+        return Op("other", _once(loads), () if target is None else (target,), self.loads(loads), 0, pure)
 
     def call(self, call: Any) -> list[Node]:
-        name = str(getattr(getattr(call, "op", None), "name", ""))
-        regions = [arg for arg in getattr(call, "args", ()) if str(getattr(getattr(arg, "op", None), "name", ""))
-                   .endswith("region")]  # fmt: skip
+        regions = [arg for arg in getattr(call, "args", ()) if _operator(arg).endswith("region")]
         if not regions:
             return self.reads(call)
         reads, writes, moved = [], [], {}
@@ -524,32 +484,27 @@ class _Walk:
             writes += [place] if access & 2 else []
             if access == 1 and self.in_memory(place):
                 moved[place] = product(list(map(self.number, region.args[2:])))
-        kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in name), "other")
+        kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in _operator(call)), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
         pure = kind == "copy" and bool(moved) and all(map(self.is_shared, writes))
-        return [Op(kind, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), moved, flops, pure)]
+        return [Op(kind, _once(reads), _once(writes), moved, flops, pure)]
 
 
-def _merged(nodes: Sequence[Node], times: int | Unknown) -> Op:
+def _merged(nodes: Sequence[Node], times: Number) -> Op:
     """A loop nest over single elements as one statement."""
-    reads: dict[int, None] = {}
-    writes: dict[int, None] = {}
-    moved: dict[int, int | Unknown] = {}
-    pure = True
+    moved: dict[int, Number] = {}
 
-    def add(nodes: Sequence[Node], times: int | Unknown) -> None:
-        nonlocal pure
+    def add(nodes: Sequence[Node], times: Number) -> None:
         for node in nodes:
-            if isinstance(node, Loop):
-                add(node.body, product((times, node.trips)))
-            elif isinstance(node, Branch):
-                add([*node.body, *node.orelse], times)
-            else:
-                reads.update(dict.fromkeys(node.reads))
-                writes.update(dict.fromkeys(node.writes))
-                pure &= node.pure_copy or not node.writes
-                for place, count in node.moved.items():
-                    moved[place] = total((moved.get(place, 0), product((times, count))))
+            if not isinstance(node, Op):
+                for way in node.ways:
+                    add(way, product((times, node.trips)) if isinstance(node, Loop) else times)
+                continue
+            for place, count in node.moved.items():
+                moved[place] = total((moved.get(place, 0), product((times, count))))
 
     add(nodes, times)
-    return Op("other", tuple(reads), tuple(writes), moved, 0, pure and bool(moved) and bool(writes))
+    ops = list(walk(nodes))
+    reads, writes = _once(place for op in ops for place in op.reads), _once(place for op in ops for place in op.writes)
+    pure = bool(moved) and bool(writes) and all(op.pure_copy or not op.writes for op in ops)
+    return Op("other", reads, writes, moved, 0, pure)
