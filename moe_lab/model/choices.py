@@ -11,27 +11,16 @@ from moe_lab.problem.submission import LiteralValue, Submission
 
 @dataclass(frozen=True)
 class Choice:
-    """One literal of a step and the values that the explorer offers for it.
+    """One literal of a step and the values that the explorer offers for it."""
 
-    Attributes:
-        name: as in the source.
-        value: what the source says.
-        values: what is offered, in order, ``value`` among them; one value means that it is shown and not offered.
-        comment: the comment above it in the source, empty if there is none.
-    """
-
-    name: str
-    value: LiteralValue
-    values: tuple[LiteralValue, ...]
-    comment: str
+    name: str  # as in the source
+    value: LiteralValue  # what the source says
+    values: tuple[LiteralValue, ...]  # offered, in order, `value` among them; if alone it is shown and not offered
+    comment: str  # the comment above it in the source, empty if there is none
 
 
 def choices(submission: Submission) -> tuple[Choice, ...]:
-    """Every literal of a submission, in the order of the source.
-
-    Raises:
-        SubmissionError: for text that is no Python.
-    """
+    """Every literal of a submission, in the order of the source."""
     lines = submission.source.splitlines()
     return tuple(
         Choice(literal.name, literal.value, offered(literal.name, literal.value), _comment_above(lines, literal.line))
@@ -83,10 +72,7 @@ def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
     if value < 16:
         return tuple(range(1, max(4, 2 * value) + 1))
     if value & (value - 1) == 0:
-        powers = [16]
-        while powers[-1] < 4 * value:
-            powers.append(2 * powers[-1])
-        return tuple(power for power in powers if power >= value // 8)
+        return tuple(16 << shift for shift in range(value.bit_length() - 2) if value // 8 <= 16 << shift)
     unit = next((unit for unit in (32, 16) if value % unit == 0), None)
     return tuple(range(unit, 2 * value + 1, unit)) if unit else (value,)
 

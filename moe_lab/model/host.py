@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,32 +24,20 @@ from moe_lab.problem.submission import Submission
 
 @dataclass
 class Kernel:
-    """One kernel that the host code would have compiled.
+    """One kernel that the host code would have compiled."""
 
-    Attributes:
-        function: TileLang's PrimFunc.
-        pass_configs: of its ``@tilelang.jit``, by their full names.
-        target: that ``@tilelang.jit`` names; empty if it names none.
-    """
-
-    function: Any
-    pass_configs: dict[str, Any]
-    target: str
+    function: Any  # TileLang's PrimFunc
+    pass_configs: dict[str, Any]  # of its @tilelang.jit, by their full names
+    target: str  # that @tilelang.jit names; empty if it names none
 
 
 @dataclass
 class Asked:
-    """All of it.
+    """All of it."""
 
-    Attributes:
-        kernels: in the order in which they would be compiled.
-        launches: kernel and tensors, in order.
-        arguments: the ten tensors of the call, by name.
-    """
-
-    kernels: list[Kernel] = field(default_factory=list)
-    launches: list[tuple[Kernel, Sequence[Any]]] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any]  # the ten tensors of the call, by name
+    kernels: list[Kernel] = field(default_factory=list)  # in the order in which they would be compiled
+    launches: list[tuple[Kernel, Sequence[Any]]] = field(default_factory=list)  # kernel and tensors, in order
 
 
 def asked_for(
@@ -101,20 +89,25 @@ def _arguments(sizes: Mapping[str, int], integers: Mapping[str, Sequence[int]], 
 @contextmanager
 def _recorded(asked: Asked) -> Iterator[None]:
     """Note a kernel where TileLang would compile it, and hand out something that notes its launches."""
+    import torch
+
     jit: Any = sys.modules["tilelang.jit"]
 
     def record(
         func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, target: Any = None, **other: Any
-    ) -> Callable[..., Any]:
+    ) -> Any:
         configs = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
         kernel = Kernel(func, configs, "" if target in (None, "auto") else str(target))
         asked.kernels.append(kernel)
         outputs = [out_idx] if isinstance(out_idx, int) else list(out_idx or ())
 
         def launch(*tensors: Any) -> Any:
-            given, fresh = list(tensors), [_empty(func.buffer_map[func.params[index]]) for index in outputs]
-            for index, tensor in zip(outputs, fresh, strict=True):
-                given.insert(index % len(func.params), tensor)
+            given, fresh = list(tensors), []
+            for index in outputs:
+                buffer = func.buffer_map[func.params[index]]
+                dtype = getattr(torch, str(buffer.dtype))
+                fresh.append(torch.empty([int(extent) for extent in buffer.shape], dtype=dtype, device="meta"))
+                given.insert(index % len(func.params), fresh[-1])
             asked.launches.append((kernel, given))
             return fresh[0] if len(fresh) == 1 else fresh or None
 
@@ -125,13 +118,6 @@ def _recorded(asked: Asked) -> Iterator[None]:
         yield
     finally:
         jit.cached = cached
-
-
-def _empty(buffer: Any) -> Any:
-    import torch
-
-    shape = [int(extent) for extent in buffer.shape]
-    return torch.empty(shape, dtype=getattr(torch, str(buffer.dtype)), device="meta")
 
 
 def _no_device() -> Any:

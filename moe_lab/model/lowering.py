@@ -39,6 +39,8 @@ TARGETS: dict[str, dict[str, str]] = {
     "cpu": {"kind": "c"},
 }
 
+_NO_TILELANG = "there is no TileLang"
+
 #: How TileLang refuses what only some targets have: a pattern, the thing in words, and the targets that have it. There
 #: the same refusal has another reason, so it is shown as it is.
 _REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -57,70 +59,46 @@ _REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 class LoweringError(BackendError):
     """A submission that did not lower.
 
-    Attributes:
-        name: of the submission.
-        target: key of :data:`TARGETS`.
-        feature: what it uses and TileLang does not have for the target, in words; None if that is not the reason.
-        said: the first line of what came instead of kernels.
-        message: all of it, at most 20000 characters.
+    >>> LoweringError("s0", "sm_80", "InternalError: T.wgmma_gemm() requires Hopper WGMMA lowering, but ...").feature
+    'matrix products of a warpgroup (WGMMA)'
     """
 
     def __init__(self, name: str, target: str, said: str, message: str | None = None) -> None:
-        """Find the words for a well-known refusal."""
+        """Find the words for a well-known refusal.
+
+        Args:
+            name: of the submission.
+            target: key of :data:`TARGETS`.
+            said: the first line of what came instead of kernels.
+            message: all of it, at most 20000 characters.
+        """
         self.name, self.target, self.said, self.message = name, target, said, message or said
-        self.feature = _feature(said, target)
+        refused = ((re.search(pattern, said), words) for pattern, words, has in _REFUSALS if target not in has)
+        #: What it uses and TileLang does not have for the target, in words; None if that is not the reason.
+        self.feature: str | None = next((found.expand(words) for found, words in refused if found), None)
         known = f"{name} uses {self.feature}, which TileLang does not have for {target}"
         super().__init__(known if self.feature else f"{name} for {target}: {said}")
 
 
-def _feature(said: str, target: str) -> str | None:
-    """What a refusal is about, in words.
-
-    >>> _feature("InternalError: T.wgmma_gemm() requires Hopper WGMMA lowering, but ...", "sm_80")
-    'matrix products of a warpgroup (WGMMA)'
-    >>> _feature("ValueError: got 3, expected 4", "sm_80")
-    """
-    for pattern, words, targets in _REFUSALS:
-        found = re.search(pattern, said)
-        if found and target not in targets:
-            return found.expand(words)
-    return None
-
-
 @dataclass(frozen=True)
 class LoweredKernel:
-    """One launch of a submission, lowered.
+    """One launch of a submission, lowered."""
 
-    Attributes:
-        name: function name in the generated code.
-        shared_bytes: shared memory of one block, dynamic and static.
-        threads: threads of one block, those of specialised warps included.
-        grid: blocks along x, y and z; -1 for an extent that is known at run time only.
-        local_bytes: arrays that one thread keeps, its share of every fragment: about what must fit into registers.
-        source: generated CUDA or HIP code of the whole kernel file.
-    """
-
-    name: str
-    shared_bytes: int
-    threads: int
-    grid: tuple[int, int, int]
-    local_bytes: int
-    source: str
+    name: str  # of the function in the generated code
+    shared_bytes: int  # shared memory of one block, dynamic and static
+    threads: int  # of one block, those of specialised warps included
+    grid: tuple[int, int, int]  # blocks along x, y and z; -1 for an extent that is known at run time only
+    local_bytes: int  # arrays of one thread, its share of every fragment: about what must fit into registers
+    source: str  # generated CUDA or HIP code of the whole kernel file
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """One thing to lower.
+    """One thing to lower."""
 
-    Attributes:
-        submission: with the literals wanted.
-        case: sizes; groups are equal.
-        target: a key of :data:`TARGETS`.
-    """
-
-    submission: Submission
-    case: Case
-    target: str = "sm_80"
+    submission: Submission  # with the literals wanted
+    case: Case  # sizes; groups are equal
+    target: str = "sm_80"  # a key of TARGETS
 
     def __post_init__(self) -> None:
         """Refuse a target that nobody knows how to lower for."""
@@ -176,9 +154,6 @@ def lower_many(
     return results
 
 
-_NO_TILELANG = "there is no TileLang"
-
-
 def _lowering_error(item: Lowering, error: ChildError) -> LoweringError:
     name = item.submission.name
     ended = f"the compiler's process ended: {error.ending}" if error.ending else ""
@@ -194,10 +169,9 @@ def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict
     """The child's part: lower everything that the host code asks for in this process."""
     try:
         import tilelang
+        from tilelang import tvm
     except ImportError as error:
         raise BackendError(f"{_NO_TILELANG}: {error}") from None
-    from tilelang import tvm
-
     if target == "cpu":
         cpu.apply()
     else:

@@ -7,7 +7,7 @@ beside the work (``padded_flops``) and never as part of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from moe_lab.machine.devices import Roof
@@ -21,26 +21,16 @@ _FP16 = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What must be computed and moved.
+    """What must be computed and moved."""
 
-    Attributes:
-        flops: operations on valid rows, a multiply-add being two.
-        weight_bytes: weights read from device memory.
-        activation_bytes: tokens and hidden read, hidden and results written.
-        padded_flops: what is computed if every row of every block is: at least ``flops``.
-    """
-
-    flops: int
-    weight_bytes: float
-    activation_bytes: int
-    padded_flops: int
+    flops: int  # operations on valid rows, a multiply-add being two
+    weight_bytes: float  # weights read from device memory
+    activation_bytes: int  # tokens and hidden read, hidden and results written
+    padded_flops: int  # what is computed if every row of every block is: at least `flops`
 
     def __add__(self, other: Work) -> Work:
         """Two stages together."""
-        return Work(
-            self.flops + other.flops, self.weight_bytes + other.weight_bytes,
-            self.activation_bytes + other.activation_bytes, self.padded_flops + other.padded_flops,
-        )  # fmt: skip
+        return Work(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def bytes(self) -> float:
@@ -55,15 +45,10 @@ class Work:
 
 @dataclass(frozen=True)
 class CaseWork:
-    """The work of a case, stage by stage.
+    """The work of a case, stage by stage."""
 
-    Attributes:
-        stage1: gate and up projections and silu(gate) * up.
-        stage2: down projection and the route weight.
-    """
-
-    stage1: Work
-    stage2: Work
+    stage1: Work  # gate and up projections and silu(gate) * up
+    stage2: Work  # down projection and the route weight
 
     @property
     def whole(self) -> Work:
@@ -110,16 +95,13 @@ def work(
             f"got {layout.num_experts} sizes with {layout.num_rows} rows, expected {experts} sizes with {rows} rows, "
             f"the experts and raw rows of {case.name}"
         )
-    padded = layout.num_padded_rows
-    matrix = hidden * inter
-    stage1 = Work(
-        4 * matrix * rows, 2 * matrix * busy * _FP16 * weight_passes, rows * (hidden + inter) * _FP16,
-        4 * matrix * padded,
-    )  # fmt: skip
-    stage2 = Work(
-        2 * matrix * rows, matrix * busy * _FP16 * weight_passes, rows * (inter + hidden) * _FP16, 2 * matrix * padded
-    )
-    return CaseWork(stage1, stage2)
+
+    def stage(matrices: int) -> Work:
+        weights, activations = matrices * hidden * inter, rows * (hidden + inter)
+        computed = 2 * weights * layout.num_padded_rows
+        return Work(2 * weights * rows, weights * busy * _FP16 * weight_passes, activations * _FP16, computed)
+
+    return CaseWork(stage(2), stage(1))
 
 
 def balanced(case: Case) -> tuple[int, ...]:
@@ -133,15 +115,10 @@ def balanced(case: Case) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time a device could need.
+    """The least time a device could need."""
 
-    Attributes:
-        arithmetic_ms: FLOPs over the peak.
-        memory_ms: bytes over the bandwidth.
-    """
-
-    arithmetic_ms: float
-    memory_ms: float
+    arithmetic_ms: float  # FLOPs over the peak
+    memory_ms: float  # bytes over the bandwidth
 
     @property
     def time_ms(self) -> float:
