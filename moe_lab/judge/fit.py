@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from moe_lab.judge.rulings import rulings
 from moe_lab.machine import devices
@@ -52,9 +50,8 @@ def c500_fit(submission: Submission) -> FitResult:
     except MoeLabError as error:
         ruled, rulings_unknown = (), (f"the organisers' rulings about kernels, because {error}",)
     try:
-        with tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True) as folder:
-            asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
-            answers = lower_many(asked, timeout_s=_TIMEOUT_S, folder=Path(folder))
+        asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
+        answers = lower_many(asked, timeout_s=_TIMEOUT_S)
     except MoeLabError as error:
         return FitResult(unknown=(*rulings_unknown, f"resources on a C500: {error}"), rulings=ruled)
     # What is equal for several cases is said once: from the words to the names of the cases.

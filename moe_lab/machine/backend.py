@@ -90,13 +90,10 @@ def is_hopper() -> bool:
 
 @functools.cache
 def prepare() -> Backend:
-    """Make TileLang ready in this process; call it before a submission is loaded, as often as you like.
+    """Make TileLang ready in this process and return its device; call it before a submission is loaded.
 
     On a GPU only the environment is set (quiet compilation). With no GPU the names of TileLang get a CPU meaning, see
     :mod:`moe_lab.machine.cpu`, and compiled kernels are kept in TileLang's disk cache.
-
-    Returns:
-        The device, as :func:`detect`.
 
     Raises:
         BackendError: if TileLang cannot be imported, or on a CPU for a missing compiler or a TileLang too old.
@@ -137,23 +134,19 @@ def _usable_cache_dir() -> None:
 
 def installed(distribution: str) -> str | None:
     """Version of an installed package, None if it is not installed."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions that a measurement or a verdict depends on, by name; what is not installed is left out.
-
-    ``more`` names distributions that matter to the caller alone.
-    A vendor's TileLang may run from its source tree without being installed; it is then imported and asked.
-    """
+    """Versions of what a measurement or a verdict depends on, by name; what is not installed is left out."""
     import moe_lab
 
     found = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
     for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython", *more):
         version = installed(name)
+        # A vendor's TileLang may run from its source tree.
         if version is None and name == "tilelang" and importlib.util.find_spec("tilelang"):
             version = str(importlib.import_module("tilelang").__version__)
         if version is not None:
@@ -177,11 +170,9 @@ def _first_line(command: list[str]) -> str:
 def load(submission: Submission) -> Callable[..., None]:
     """Execute a submission in this process and return its ``run_kernel``. For your own code: the judge uses a sandbox.
 
-    On a machine with no GPU the TileLang names get their CPU meaning first (:mod:`moe_lab.machine.cpu`).
-
     Raises:
         SubmissionError: if the module has no callable ``run_kernel``.
-        BackendError: if this machine cannot run TileLang.
+        BackendError: if this machine cannot run TileLang, see :func:`prepare`.
     """
     prepare()
     folder = Path(tempfile.mkdtemp(prefix="moe_lab_"))
@@ -226,32 +217,27 @@ def probe(say: object) -> tuple[float, str]:
 
 
 def doctor() -> list[Check]:
-    """Look at everything that submissions need here.
+    """Look at everything that submissions need here, in the order to read it.
 
-    Returns:
-        One check for each, in the order to read them. Submissions can run if every required one is ok.
+    Submissions can run if every required check is ok.
     """
-    torch = _package("torch", "`pip install torch`")
-    checks = [
-        Check("Python", sys.version_info >= (3, 10), platform.python_version(), "install Python 3.10 or newer"),
-        *([Check("device", True, f"{detect().kind}: {detect().name}")] if torch.ok else []),
-        torch,
-        *_tilelang_checks(),
-    ]
+    checks = [Check("Python", sys.version_info >= (3, 10), platform.python_version(), "install Python 3.10 or newer")]
+    torch = _package("torch", "")
+    if torch.ok:
+        checks.append(Check("device", True, f"{detect().kind}: {detect().name}"))
+    checks += [torch, *_tilelang_checks()]
     if torch.ok:
         checks += {"cpu": _compiler_checks, "cuda": _nvcc_checks, "maca": _maca_checks}[detect().kind]()
     if all(check.ok for check in checks if check.required):
         checks.append(_probe_check())
-    checks += [
-        _package("RestrictedPython", "`pip install RestrictedPython`: the judge's sandbox needs it"),
-        _package("jupyterlab", "`pip install jupyterlab`: the notebooks need it", required=False),
-    ]
+    checks.append(_package("RestrictedPython", ": the judge's sandbox needs it"))
+    checks.append(_package("jupyterlab", ": the notebooks need it", required=False))
     return [replace(check, remedy="") if check.ok else check for check in checks]
 
 
-def _package(name: str, remedy: str, required: bool = True) -> Check:
+def _package(name: str, why: str, required: bool = True) -> Check:
     version = installed(name)
-    return Check(name, version is not None, version or "not installed", remedy, required)
+    return Check(name, version is not None, version or "not installed", f"`pip install {name}`{why}", required)
 
 
 def _tilelang_checks() -> list[Check]:
@@ -285,14 +271,11 @@ def _nvcc_checks() -> list[Check]:
     return [Check("nvcc", path is not None, _first_line([path, "--version"]) if path else "none", remedy, False)]
 
 
-def maca_exports(tilelang_root: str = "$HOME/tilelang", maca_path: str = "/opt/maca") -> str:
-    """Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts.
-
-    The checkout of the vendor's TileLang and the place of MACA differ between machines.
-    """
-    return f"""\
-export MACA_PATH="{maca_path}"
-export TILELANG_ROOT="{tilelang_root}"
+#: Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts. The two places at the
+#: top differ between machines.
+MACA_EXPORTS = """\
+export MACA_PATH="/opt/maca"
+export TILELANG_ROOT="$HOME/tilelang"
 export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"
 export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"
 export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"
@@ -301,21 +284,22 @@ export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH
 
 
 def _maca_checks() -> list[Check]:
-    """One for each variable of :func:`maca_exports` but the checkout, whose place only its owner knows."""
-    wanted: dict[str, list[str]] = {}
-    for name, value in re.findall('export (.*)="(.*)"', maca_exports()):
-        wanted.setdefault(name, []).extend(part for part in value.split(":") if part.startswith("$MACA_PATH/"))
-    del wanted["TILELANG_ROOT"]
-    checks, maca = [], os.environ.get("MACA_PATH", "/opt/maca")
-    for name, folders in wanted.items():
+    """One for each variable of the exports but the checkout, whose place only its owner knows."""
+    maca = os.environ.get("MACA_PATH", "/opt/maca")
+    missing: dict[str, list[str]] = {}
+    for name, value in re.findall('export (.*)="(.*)"', MACA_EXPORTS):
+        have = [os.path.normpath(part) for part in os.environ.get(name, "").split(os.pathsep)]
+        needed = [
+            os.path.normpath(part.replace("$MACA_PATH", maca)) for part in re.findall(r"\$MACA_PATH/[^:]*", value)
+        ]
+        missing.setdefault(name, []).extend(folder for folder in needed if folder not in have)
+    del missing["TILELANG_ROOT"]
+    remedy, checks = "set it before Python starts, see the exports below", []
+    for name, folders in missing.items():
         value = os.environ.get(name, "")
-        parts = [os.path.normpath(part) for part in value.split(os.pathsep) if part]
-        needed = [os.path.normpath(folder.replace("$MACA_PATH", maca)) for folder in folders]
-        missing = [folder for folder in needed if folder not in parts]
-        found = f"lacks {', '.join(missing)}" if missing else value or "not set"
-        remedy = "set it before Python starts, see the exports below"
+        found = f"lacks {', '.join(folders)}" if folders else value or "not set"
         # A wheel of the vendor's needs none of them, so the probe kernel decides.
-        checks.append(Check(f"${name}", bool(value) and not missing, found, remedy, required=False))
+        checks.append(Check(f"${name}", bool(value) and not folders, found, remedy, required=False))
     return checks
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import importlib
 import json
 import math
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -29,26 +29,26 @@ from typing import Any
 
 from moe_lab.problem.errors import BackendError, MoeLabError
 
-#: What is kept of an error and of what was printed: a compiler may say the whole kernel.
-_MESSAGE_CHARS = 20_000
+_MESSAGE_CHARS = 20_000  # kept of an error and of what was printed: a compiler may say the whole kernel
 
 
 class ChildError(BackendError):
-    """A request without an answer; its text is one line.
-
-    Attributes:
-        ending: how the process ended: "exit code 3", "signal 9 (Killed)", "no answer in 60 s"; empty if it did not,
-            because the function raised.
-        message: all that the error said, or the last that the process printed; at most 20000 characters.
-    """
+    """A request without an answer; its text is one line."""
 
     def __init__(self, text: str, message: str, ending: str = "") -> None:
-        """Keep the parts."""
+        """Keep the parts.
+
+        Args:
+            text: for people.
+            message: all that the error said, or the last that the process printed; at most 20000 characters.
+            ending: how the process ended: "exit code 3", "signal 9 (Killed)", "no answer in 60 s"; empty if it did
+                not, because the function raised.
+        """
         super().__init__(text)
         self.message, self.ending = message, ending
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """One process; not for several threads at once.
 
     Args:
@@ -56,21 +56,14 @@ class Child:
             the parent something before the answer.
         python: an interpreter, this one by default.
         environment: variables to set; None takes one away.
-        folder: where its private folder is made; by default where the system keeps temporary files.
     """
 
     def __init__(
-        self, function: str, *, python: str | os.PathLike[str] = sys.executable,
-        environment: Mapping[str, str | None] | None = None, folder: str | os.PathLike[str] | None = None,
-    ) -> None:  # fmt: skip
-        self._function, self._python, self._folder = function, str(python), folder
-        self._environment = environment or {}
+        self, function: str, *, python: str = sys.executable, environment: Mapping[str, str | None] | None = None
+    ) -> None:
+        self._function, self._python, self._environment = function, python, environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._parts = contextlib.ExitStack()
-
-    def __enter__(self) -> Child:
-        """Nothing starts yet."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """End the process."""
@@ -112,7 +105,7 @@ class Child:
 
     def _start(self) -> None:
         folder = self._parts.enter_context(
-            tempfile.TemporaryDirectory(prefix="moe_lab_child_", dir=self._folder, ignore_cleanup_errors=True)
+            tempfile.TemporaryDirectory(prefix="moe_lab_child_", ignore_cleanup_errors=True)
         )
         self._connection, theirs = Pipe()
         life, ours = os.pipe()
@@ -135,9 +128,8 @@ class Child:
         self._parts.callback(_end, self._process, self._connection)
 
     def _answer(self, timeout_s: float, say: Callable[[Any], object], tick: Callable[[], object]) -> tuple[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        prints, printed, deadline = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        process: Any = self._process
+        prints, printed, deadline = process.stdout.fileno(), b"", time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             tick()
             ready = wait([self._connection, prints], min(0.2, left))
@@ -154,7 +146,7 @@ class Child:
         else:
             ending = f"no answer in {timeout_s:g} s"
             raise ChildError(f"got {ending}", printed.decode("utf-8", "replace"), ending)
-        code = self._process.wait(5)
+        code = process.wait(5)
         while wait([prints], 0.1) and (data := os.read(prints, 1 << 16)):
             printed = (printed + data)[-_MESSAGE_CHARS:]
         ending = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
@@ -163,12 +155,11 @@ class Child:
         raise ChildError(f"the process ended with {ending}{words}", text, ending)
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: Any, connection: Connection) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     connection.close()
-    assert process.stdout is not None
     process.stdout.close()
 
 
@@ -195,8 +186,7 @@ def _serve(function: str, connection: Connection, life: int) -> None:
     def tell(kind: str, value: Any) -> None:
         connection.send_bytes(json.dumps([kind, value]).encode())
 
-    module, _, name = function.partition(":")
-    answer = getattr(importlib.import_module(module), name)
+    answer = pkgutil.resolve_name(function)
     while True:
         try:
             request = json.loads(connection.recv_bytes())

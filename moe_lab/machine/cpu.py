@@ -43,9 +43,7 @@ from moe_lab.problem.errors import BackendError, UnsupportedOnCPUError
 #: Optimise, for this machine. Never -ffast-math: it assumes there is no NaN, and NaN is what the judge poisons with.
 COMPILE_FLAGS = ("-O3", "-march=native")
 
-# The first TileLang whose C backend this module was written for and tested with.
-_OLDEST = (0, 1, 15)
-
+_OLDEST = (0, 1, 15)  # the first TileLang whose C backend this module was written for and tested with
 # Namespaces that a submission reads names from.
 _FACADES = ("tilelang.language", "tilelang.language.common", "tilelang.cuda.language", "tilelang.rocm.language")
 
@@ -96,8 +94,8 @@ def _instead(name: str) -> str | None:
     return next((instead for pattern, instead in _names()[0].items() if pattern.fullmatch(name)), None)
 
 
-def _refuse(name: str, module: str = "T") -> Refused:
-    instead = _instead(name)
+def _refuse(name: str, module: str = "T", use: str = "") -> Refused:
+    instead = use or _instead(name)
     reason = f"use {instead}" if instead else "it runs on its own card only"
     return Refused(f"got {module}.{name}, which has no meaning on a CPU: {reason}")
 
@@ -109,8 +107,7 @@ def compiler() -> str:
         BackendError: if there is none.
     """
     named = os.environ.get("CXX") or os.environ.get("CC")
-    found = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None)
-    if found:
+    if found := next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None):
         return found
     if named:
         raise BackendError(f"got CXX or CC = {named!r}, expected one program that can be run: unset it or correct it")
@@ -163,8 +160,7 @@ def apply() -> None:
             setattr(facade, name, _refuse(name))
         facade.__dict__["__getattr__"] = functools.partial(_unknown_name, facade)
     tilelang.autotune = _refuse("autotune", "tilelang")
-    install_vendor_modules(_cpu_vendor_name)
-    accept_unknown_pass_configs()
+    accept_other_builds(lambda module, name: _refuse(name, module))
     _patch_gemm()
     _patch_jit(flags)
     tilelang.env.TILELANG_DEFAULT_TARGET = "c"
@@ -200,18 +196,6 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
     alloc_local, serial, grid, launch = T.alloc_local, T.serial, T.grid, T.Kernel
     common_copy, common_gemm = common.copy, common.gemm
 
-    def alloc(shape: Any, dtype: Any, scope: str = "") -> Any:
-        return alloc_local(shape, dtype)
-
-    def parallel(*extents: Any, **hints: Any) -> Any:
-        return serial(extents[0]) if len(extents) == 1 else grid(*extents)
-
-    def pipelined(start: Any, stop: Any = None, *hints: Any, **more: Any) -> Any:
-        return serial(start, stop)
-
-    def copy(src: Any, dst: Any, *hints: Any, **more: Any) -> Any:
-        return common_copy(src, dst)
-
     def gemm(
         A: Any, B: Any, C: Any, transpose_A: Any = False, transpose_B: Any = False, policy: Any = None,  # noqa: N803
         clear_accum: Any = False, *hints: Any, **more: Any,
@@ -223,9 +207,7 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
     @functools.wraps(launch)
     def kernel(*blocks: Any, threads: Any = None, prelude: str | None = None, **hints: Any) -> Any:
         if prelude is not None:
-            raise UnsupportedOnCPUError(
-                "got T.Kernel(prelude=...), which has no meaning on a CPU: use TileLang's own operators"
-            )
+            _refuse("Kernel(prelude=...)", use="TileLang's own operators")()
         return launch(*blocks, threads=threads)
 
     def use_swizzle(panel_size: int, order: str = "row", enable: bool = True) -> None:
@@ -233,8 +215,12 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
             raise ValueError(f"got T.use_swizzle(order={order!r}), expected 'row' or 'column'")
 
     return {
-        "alloc_shared": alloc, "alloc_fragment": alloc, "Parallel": parallel, "Pipelined": pipelined, "copy": copy,
         "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle,
+        "alloc_shared": lambda shape, dtype, scope="": alloc_local(shape, dtype),
+        "alloc_fragment": lambda shape, dtype, scope="": alloc_local(shape, dtype),
+        "Parallel": lambda *extents, **hints: serial(extents[0]) if len(extents) == 1 else grid(*extents),
+        "Pipelined": lambda start, stop=None, *hints, **more: serial(start, stop),
+        "copy": lambda src, dst, *hints, **more: common_copy(src, dst),
         "print": lambda *args, **options: _say("T.print is dropped on a CPU"),
         "device_assert": lambda *args, **options: _say("T.device_assert is dropped on a CPU"),
         **dict.fromkeys(_names()[1], lambda *args, **options: None),
@@ -245,15 +231,9 @@ def _arithmetic(T: types.ModuleType) -> dict[str, Any]:  # noqa: N803
     """Element-wise names that the C backend lacks, by others that it has; rounding modes are those of the CPU."""
     plain = {f"__{name}": getattr(T, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")}
     if_then_else = T.if_then_else
-
-    def absolute(x: Any, span: Any = None) -> Any:
-        return if_then_else(x < 0, -x, x)
-
-    def exp10(x: Any) -> Any:
-        return T.exp2(x * 3.321928094887362)
-
-    return plain | {
-        "abs": absolute, "fabs": absolute, "exp10": exp10, "__exp10": exp10,
+    absolute = {name: lambda x, span=None: if_then_else(x < 0, -x, x) for name in ("abs", "fabs")}
+    exp10 = {name: lambda x: T.exp2(x * 3.321928094887362) for name in ("exp10", "__exp10")}
+    return plain | absolute | exp10 | {
         "fma": lambda x, y, z, *mode: x * y + z, "fmul": lambda x, y, *mode: x * y,
         "fast_rcp": lambda x: 1.0 / x, "__ldg": lambda value, *index: value[index] if index else value,
         "ieee_add": lambda x, y, *mode: x + y, "ieee_sub": lambda x, y, *mode: x - y,
@@ -275,11 +255,11 @@ def _unknown_name(facade: types.ModuleType, name: str) -> Refused:
     return Refused(f"got T.{name}, which TileLang {tilelang.__version__} does not have: {hint}")
 
 
-class _VendorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _OtherBuilds(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of other TileLang builds, after everything that is really installed."""
 
-    def __init__(self, lookup: Callable[[str, str], object]) -> None:
-        self._lookup = lookup
+    def __init__(self, refuse: Callable[[str, str], Refused]) -> None:
+        self._refuse = refuse
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         other_build = re.match(r"tilelang\.(maca|intrinsics)(\.|$)", name)
@@ -289,31 +269,21 @@ class _VendorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def missing(name: str) -> object:
             if name.startswith("__"):
                 raise AttributeError(name)
-            return self._lookup(module.__name__, name)
+            # A layout says where in shared memory an element lies: it changes neither sizes nor results.
+            return (lambda *args, **kwargs: None) if name.endswith("layout") else self._refuse(module.__name__, name)
 
         module.__dict__["__getattr__"] = missing
 
 
-def install_vendor_modules(lookup: Callable[[str, str], object]) -> None:
-    """Let ``tilelang.maca`` (a MetaX build) and ``tilelang.intrinsics`` (older builds) be imported where they are not.
+def accept_other_builds(refuse: Callable[[str, str], Refused]) -> None:
+    """Let files for other builds of TileLang be read, which name what this one does not have.
 
-    Args:
-        lookup: given the module's name and an attribute's name, what to put there.
+    ``tilelang.maca`` (a MetaX build) and ``tilelang.intrinsics`` (older builds) can be imported; ``refuse(module,
+    name)`` says what a name of theirs is. An unknown ``tilelang.PassConfigKey.X`` is a text instead of an error.
     """
-    sys.meta_path.append(_VendorFinder(lookup))
-
-
-def _cpu_vendor_name(module: str, name: str) -> object:
-    # A layout says where in shared memory an element lies; a local array has one layout.
-    if re.fullmatch(r"(make|get)_.*layout", name):
-        return lambda *args, **kwargs: None
-    return _refuse(name, module)
-
-
-def accept_unknown_pass_configs() -> None:
-    """Let ``tilelang.PassConfigKey.X`` be a text where this version has no such key, instead of an error."""
     import tilelang
 
+    sys.meta_path.append(_OtherBuilds(refuse))
     keys: Any = tilelang.PassConfigKey
     kind: Any = type(keys)
 
@@ -342,8 +312,7 @@ def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any
         elif name != "tl.enable_fast_math":
             kept[name] = value
     # The C backend's vector types cannot be converted from one dtype to another; the C++ compiler vectorises anyway.
-    kept["tirx.disable_vectorize"] = True
-    return kept
+    return kept | {"tirx.disable_vectorize": True}
 
 
 def _patch_jit(flags: list[str]) -> None:
@@ -385,16 +354,15 @@ def _compile_error(kernel: str, error: Exception) -> BackendError:
     unresolved = re.search(r'Unresolved call.*?name="(?:tl|tirx)\.(\w+)"', text)
     if unresolved:
         instead = _instead(unresolved[1])
-        return UnsupportedOnCPUError(
-            f"kernel {kernel}: got T.{unresolved[1]}, which has no meaning on a CPU"
-            + (f": use {instead}" if instead else "; TileLang's C backend does not have it")
-        )
+        advice = f": use {instead}" if instead else "; TileLang's C backend does not have it"
+        said = f"got T.{unresolved[1]}, which has no meaning on a CPU{advice}"
+        return UnsupportedOnCPUError(f"kernel {kernel}: {said}")
     if text.startswith("Compilation Failed"):
-        return BackendError(
-            f"kernel {kernel}: the C++ compiler {compiler()} failed on TileLang's code; its own messages stand above"
-        )
-    reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return BackendError(f"kernel {kernel}: TileLang cannot compile it for the CPU: {reason.strip()}")
+        said = f"the C++ compiler {compiler()} failed on TileLang's code; its own messages stand above"
+    else:
+        reason = next(iter(text.strip().splitlines()), type(error).__name__)
+        said = f"TileLang cannot compile it for the CPU: {reason.strip()}"
+    return BackendError(f"kernel {kernel}: {said}")
 
 
 def _patch_gemm() -> None:
@@ -402,9 +370,7 @@ def _patch_gemm() -> None:
     import tilelang.language as T
     from tilelang.cpu.op.gemm.gemm_scalar import GemmScalar
 
-    def lower(
-        self: Any, layout_map: Any, target: Any, thread_bounds: Any, thread_index: Any, mbar_phase_expr: Any = None
-    ) -> Any:
+    def lower(self: Any, *where: Any, **more: Any) -> Any:
         M, N, K = self.M, self.N, self.K  # noqa: N806
         A, B, C = self.ARegion.buffer, self.BRegion.buffer, self.CRegion.buffer  # noqa: N806
         a0, a1 = (axis.min for axis in self.ARegion.region[-2:])

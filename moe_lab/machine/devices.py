@@ -49,25 +49,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Roof:
-    """The two ceilings of a device.
+    """The two ceilings of a device."""
 
-    Attributes:
-        title: what to write on the line.
-        peak_tflops, bandwidth_tbps: dense fp16 arithmetic and device memory, 1e12 a second, above 0.
-        basis: where the two come from.
-    """
-
-    title: str
-    peak_tflops: float
-    bandwidth_tbps: float
-    basis: Basis
+    title: str  # what to write on the line
+    peak_tflops: float  # dense fp16 arithmetic, above 0
+    bandwidth_tbps: float  # device memory, above 0
+    basis: Basis  # where the two come from
 
     def __post_init__(self) -> None:
         """Refuse a ceiling that is not above 0."""
-        if self.peak_tflops <= 0 or self.bandwidth_tbps <= 0:
-            raise DataError(
-                f"got a roof of {self.peak_tflops} TFLOP/s and {self.bandwidth_tbps} TB/s, expected both above 0"
-            )
+        peak, bandwidth = self.peak_tflops, self.bandwidth_tbps
+        if peak <= 0 or bandwidth <= 0:
+            raise DataError(f"got a roof of {peak} TFLOP/s and {bandwidth} TB/s, expected both above 0")
 
     @property
     def ridge(self) -> float:
@@ -108,27 +101,18 @@ class _Limit:
 
 @dataclass(frozen=True)
 class Device(_Row):
-    """One row of ``data/devices.csv`` and every figure known of it.
-
-    Attributes:
-        processors: streaming multiprocessors, compute units, APs, or the cores of a CPU.
-        lanes: threads of a wave (warp): 32 or 64.
-        shared_per_block_bytes, shared_per_processor_bytes: shared memory for one block, and for all of a processor.
-        registers_per_processor, registers_per_thread: 32-bit registers; a thread that needs more spills.
-        threads_per_processor: resident threads of one processor.
-        l2_bytes: second-level cache.
-    """
+    """One row of ``data/devices.csv`` and every figure known of it."""
 
     figures: tuple[Figure, ...]
 
-    processors = _Limit()
-    lanes = _Limit()
+    processors = _Limit()  # streaming multiprocessors, compute units, APs, or the cores of a CPU
+    lanes = _Limit()  # threads of a wave (warp): 32 or 64
     shared_per_block_bytes = _Limit()
     shared_per_processor_bytes = _Limit()
-    registers_per_processor = _Limit()
-    registers_per_thread = _Limit()
-    threads_per_processor = _Limit()
-    l2_bytes = _Limit()
+    registers_per_processor = _Limit()  # of 32 bits
+    registers_per_thread = _Limit()  # a thread that needs more spills
+    threads_per_processor = _Limit()  # resident ones
+    l2_bytes = _Limit()  # second-level cache
 
     def figure(self, quantity: Quantity, basis: Basis = "specification") -> Figure | None:
         """One figure, None if no source gives it."""
@@ -148,9 +132,6 @@ class Device(_Row):
 
     def roof(self, basis: Basis = "specification") -> Roof:
         """The ceilings; of a range the upper end, because a bound must not be beaten.
-
-        Args:
-            basis: "specification" or "measured".
 
         Raises:
             DataError: if there is no such pair of figures, as for a card that nobody measured whole.
@@ -191,11 +172,7 @@ def devices() -> dict[str, Device]:
 
 
 def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
-    """One device by any of its names.
-
-    Args:
-        name: see :func:`reported_as`.
-        kind: only this one; any by default.
+    """One device by any of its names (see :func:`reported_as`); of any kind by default.
 
     Raises:
         DataError: for a name that is none of them, or of another kind.
@@ -222,7 +199,5 @@ def reported_as(text: str) -> Device | None:
     True
     """
     wanted = text.strip().casefold()
-    for item in devices().values():
-        if wanted in {name.casefold() for name in (item.name, item.title, *item.names)}:
-            return item
-    return None
+    named = ((item, name) for item in devices().values() for name in (item.name, item.title, *item.names))
+    return next((item for item, name in named if name.casefold() == wanted), None)

@@ -29,26 +29,18 @@ Kind = Literal["step", "submission", "peer", "roof"]
 #: States in which a call finds none of its inputs in the L2 cache. "dirty" is only recorded, no longer measured: the
 #: buffer was written before the call, so its lines still had to go to memory while the call ran.
 COLD: tuple[Cache, ...] = ("cold", "dirty")
-#: Bytes read before a cold call at least: several times the largest L2 cache there is.
-_FLUSH_BYTES = 512 * 2**20
+_FLUSH_BYTES = 512 * 2**20  # read before a cold call at least: several times the largest L2 cache there is
 _RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one candidate.
-
-    Attributes:
-        name, device: what was timed, and the device's own name.
-        cache: state of the cache before each call.
-        times_ms: one entry a round.
-        median_ms, low_ms, high_ms: their median and its 95% bootstrap interval.
-    """
+    """Times of one candidate: each round, their median and its 95% bootstrap interval."""
 
     name: str
-    device: str
-    cache: Cache
-    times_ms: tuple[float, ...]
+    device: str  # its own name
+    cache: Cache  # before each call
+    times_ms: tuple[float, ...]  # one entry a round
     median_ms: float
     low_ms: float
     high_ms: float
@@ -70,21 +62,16 @@ def summarise(name: str, times_ms: Sequence[float], *, device: str, cache: Cache
         import numpy as np
         from scipy.stats import bootstrap
 
-        result = bootstrap(
+        interval = bootstrap(
             (np.asarray(times_ms),), np.median, method="percentile", n_resamples=_RESAMPLES,
             random_state=np.random.default_rng(0), vectorized=True,
-        )  # fmt: skip
-        low = min(float(result.confidence_interval.low), median)
-        high = max(float(result.confidence_interval.high), median)
+        ).confidence_interval  # fmt: skip
+        low, high = min(float(interval.low), median), max(float(interval.high), median)
     return Timing(name, device, cache, tuple(times_ms), float(median), low, high)
 
 
 def interleave(
-    calls: Mapping[str, Callable[[int], Any]],
-    *,
-    rounds: int = 25,
-    warmup: int = 3,
-    sets: int = 1,
+    calls: Mapping[str, Callable[[int], Any]], *, rounds: int = 25, warmup: int = 3, sets: int = 1
 ) -> dict[str, Timing]:
     """Time candidates in turns on this machine's device.
 
@@ -93,9 +80,6 @@ def interleave(
         rounds: timed calls of each candidate, at least 1.
         warmup: rounds before that, not timed.
         sets: input sets that rotate, at least 1; each should hold more than the cache.
-
-    Returns:
-        A timing for each candidate, in the order of ``calls``.
 
     Raises:
         ContractError: for fewer than one round or set.
@@ -106,10 +90,9 @@ def interleave(
 
     where = backend.detect()
     clock = _cpu_clock if where.kind == "cpu" else _gpu_clock()
-    forwards = list(calls)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + rounds):
-        names = forwards if turn % 2 == 0 else forwards[::-1]
+        names = list(calls)[:: -1 if turn % 2 else 1]
         pending = [(name, clock(functools.partial(calls[name], turn % sets))) for name in names]
         for name, finish in pending:
             elapsed = finish()
@@ -133,9 +116,8 @@ def _gpu_clock() -> Callable[[Callable[[], Any]], Callable[[], float]]:
     flush = torch.zeros(size // 8, dtype=torch.int64, device="cuda")
 
     def clock(call: Callable[[], Any]) -> Callable[[], float]:
-        # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for the way of
-        # up to 50 MB of somebody else's bytes to memory. While the read runs Python gets ahead, so the events enclose
-        # the kernels and not the gaps between them.
+        # Reading fills the L2 cache with clean lines of no use; after a write the timed call would pay for up to 50 MB
+        # of somebody else's bytes. While the read runs Python gets ahead, so the events enclose no gaps.
         flush.sum()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -167,22 +149,18 @@ def speedup(one: Timing, other: Timing) -> Speedup:
         ContractError: if the two were timed on different devices or with another state of the cache.
     """
     if one.device != other.device:
-        raise ContractError(
-            f"got {one.name} on {one.device} and {other.name} on {other.device}, expected one device: a time says "
-            "nothing about another machine"
-        )
+        found = f"got {one.name} on {one.device} and {other.name} on {other.device}"
+        raise ContractError(f"{found}, expected one device: a time says nothing about another machine")
     if one.cache != other.cache:
-        raise ContractError(
-            f"got {one.name} with a {one.cache} cache and {other.name} with a {other.cache} one, expected the same"
-        )
+        found = f"got {one.name} with a {one.cache} cache and {other.name} with a {other.cache} one"
+        raise ContractError(f"{found}, expected the same")
     import numpy as np
 
     rng = np.random.default_rng(0)
-    medians = [
-        np.median(rng.choice(timing.times_ms, (_RESAMPLES, len(timing.times_ms))), axis=1) for timing in (other, one)
-    ]
-    ratios = medians[0] / medians[1]
-    low, high = np.percentile(ratios, [2.5, 97.5])
+    slow, fast = (
+        np.median(rng.choice(each.times_ms, (_RESAMPLES, len(each.times_ms))), axis=1) for each in (other, one)
+    )
+    low, high = np.percentile(slow / fast, [2.5, 97.5])
     return Speedup(other.median_ms / one.median_ms, float(low), float(high))
 
 
@@ -250,7 +228,6 @@ def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
 
     Raises:
         ContractError: for no rows, or rows of several runs.
-        SubmissionError: if the folder cannot be written to.
     """
     runs = {row.run for row in rows}
     if len(runs) != 1:
@@ -282,11 +259,9 @@ def newest_runs(device: str, name: str, routing: str, folder: Path | None = None
         folder: ``data/measurements`` by default.
 
     Returns:
-        All rows of these runs and their case, cases in order; empty if there is no such run.
+        All rows of these runs and their case, cases in order.
     """
-    rows = [
-        row for row in measurements(folder)
-        if device in row.device and row.routing == routing and row.cache in COLD
-    ]  # fmt: skip
+    wanted = (row for row in measurements(folder) if device in row.device and row.routing == routing)
+    rows = [row for row in wanted if row.cache in COLD]
     newest = {row.case: row.run for row in rows if row.name == name}
     return [row for case in sorted(newest) for row in rows if (row.case, row.run) == (case, newest[case])]

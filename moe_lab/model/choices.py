@@ -32,19 +32,18 @@ def choices(submission: Submission) -> tuple[Choice, ...]:
 _VOCABULARY: dict[str, tuple[LiteralValue, ...]] = {
     "ORDER": ("row", "column"),
     "POLICY": ("Square", "FullRow", "FullCol"),
-    "STAGES": (1, 2, 3, 4),
+    "STAGES": (1, 2, 3, 4),  # copies in flight
     "PANEL": (1, 2, 4, 6, 8, 10, 12, 16),
     "THREADS": (64, 128, 256, 384, 512, 1024),
-    "WIDTH": (1, 2, 4, 8),
-    "VECTOR": (0, 2, 4, 8),
+    "WIDTH": (1, 2, 4, 8),  # values copied at once
+    "VECTOR": (0, 2, 4, 8),  # values kept together
 }
 
 
 def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
     """Values worth trying in the place of one.
 
-    - A word of the field at the end of the name has its own values: copies in flight (STAGES), swizzle panels (PANEL)
-      and their ORDER, warp POLICY, THREADS, and values copied (WIDTH) or kept together (VECTOR) at once.
+    - A word of the field at the end of the name has its own values, see the table above.
     - Otherwise the value's neighbours of the same kind: for a power of two from 16 on, as tile sides are, powers of two
       from an eighth, at least 16, to four times the value; for another multiple of 16, as token tiles are, multiples
       of 32, or of 16 if it is none of 32, up to twice the value; below 16, counts from 1 to twice the value, at least

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,9 +60,8 @@ def asked_for(
     # TileLang reads the source of a kernel from its file.
     with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder, _recorded(asked), _no_device():
         if load:
-            module, _, name = load.partition(":")
             path = Submission(source).save(Path(folder, "submission.py"))
-            entry = getattr(importlib.import_module(module), name)(source, str(path))
+            entry = pkgutil.resolve_name(load)(source, str(path))
         else:
             entry = Submission(source).execute(Path(folder)).get(ENTRY_POINT)
         if not callable(entry):
@@ -140,15 +140,12 @@ def accept_vendor_files() -> None:
     language: Any = importlib.import_module("tilelang.language")
     annotate = language.annotate_layout
 
-    def vendor_name(module: str, name: str) -> Any:
-        if name.endswith("_layout"):
-            return lambda *args, **kwargs: None
+    def refuse(module: str, name: str) -> cpu.Refused:
         return cpu.Refused(f"got {module}.{name}, which only the vendor's own TileLang can lower", BackendError)
 
     def annotate_known(layouts: Any) -> Any:
         known = {buffer: layout for buffer, layout in layouts.items() if layout is not None}
         return annotate(known) if known else None
 
-    cpu.install_vendor_modules(vendor_name)
-    cpu.accept_unknown_pass_configs()
+    cpu.accept_other_builds(refuse)
     language.annotate_layout = annotate_known

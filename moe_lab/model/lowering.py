@@ -11,6 +11,7 @@ layout inference, and no more than a stand-in. ``cpu`` shows what runs with no G
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -18,7 +19,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,16 +107,14 @@ class Lowering:
 
 
 def lower_many(
-    lowerings: Sequence[Lowering], *, python: str | os.PathLike[str] = sys.executable, timeout_s: float = 600,
-    folder: str | os.PathLike[str] | None = None,
-) -> list[list[LoweredKernel] | LoweringError]:  # fmt: skip
+    lowerings: Sequence[Lowering], *, python: str | os.PathLike[str] = sys.executable, timeout_s: float = 600
+) -> list[list[LoweredKernel] | LoweringError]:
     """Lower many in one child process, because starting TileLang takes longer than lowering.
 
     Args:
         lowerings: what to lower.
         python: interpreter of another environment, to lower with the TileLang that is installed there.
         timeout_s: seconds for all of them together.
-        folder: where temporary files go; by default where the system keeps them.
 
     Returns:
         For each its kernels, in the order in which the host code asks for them, or the error that it ended with.
@@ -126,23 +124,18 @@ def lower_many(
     """
     results: list[list[LoweredKernel] | LoweringError] = []
     environment = {"TILELANG_DEFAULT_TARGET": None, "TILELANG_PRINT_ON_COMPILATION": "0"}
+    new_child = functools.partial(
+        Child, "moe_lab.model.lowering:lower_here", python=str(python), environment=environment
+    )
     deadline = time.monotonic() + timeout_s
-    with ExitStack() as stack:
-        # What a name means on a CPU stays so in its process: no other target may share it.
-        children = {
-            on_cpu: stack.enter_context(
-                Child("moe_lab.model.lowering:lower_here", python=python, environment=environment, folder=folder)
-            )
-            for on_cpu in (False, True)
-        }
+    # What a name means on a CPU stays so in its process: no other target may share it.
+    with new_child() as gpu, new_child() as cpu_only:
         for item in lowerings:
-            layout = GroupedLayout(balanced(item.case))
-            request = {
-                "source": item.submission.source, "target": item.target,
-                "sizes": item.case.extents(layout.num_padded_rows),
-            }  # fmt: skip
+            sizes = item.case.extents(GroupedLayout(balanced(item.case)).num_padded_rows)
+            request = {"source": item.submission.source, "target": item.target, "sizes": sizes}
+            child = cpu_only if item.target == "cpu" else gpu
             try:
-                answer = children[item.target == "cpu"].ask(request, timeout_s=deadline - time.monotonic())
+                answer = child.ask(request, timeout_s=deadline - time.monotonic())
             except ChildError as error:
                 if error.ending.startswith("no answer"):
                     raise BackendError(f"got no answer in {timeout_s:.0f} s for {len(lowerings)} lowerings") from None

@@ -68,8 +68,8 @@ def work(
 
     Args:
         case: sizes.
-        sizes: valid rows of each expert, E integers that sum to N. When given, experts with no row read no weight, and
-            the padding follows them; when not, every expert is read and padding is counted for balanced sizes.
+        sizes: valid rows of each expert, E integers that sum to N; balanced by default. Experts with no row read no
+            weight.
         weight_passes: how often each weight crosses device memory, at least 1; 2 is a kernel that reads the weights
             once for each of two row blocks and finds nothing in the cache.
         block: rows of a block, for ``padded_flops``.

@@ -364,15 +364,14 @@ class _Walk:
     def launches(self, node: Any, grid: tuple[Number, ...]) -> None:
         """Each nest of loops over blockIdx is a launch."""
         kind = _kind(node)
-        if kind == "SeqStmt":
-            for each in node.seq:
+        node = node.block if kind == "SBlockRealize" else node
+        if kind == "SBlockRealize" and "tl.launch_threads" in node.annotations:
+            self.found.append(self.launch(node, grid))
+        elif kind == "For" and node.thread_binding is not None:
+            self.launches(node.body, (*grid, self.number(node.extent)))
+        else:
+            for each in node.seq if kind == "SeqStmt" else [node.body] if hasattr(node, "body") else []:
                 self.launches(each, grid)
-        elif kind == "For":
-            self.launches(node.body, (*grid, self.number(node.extent)) if node.thread_binding is not None else grid)
-        elif kind == "SBlockRealize" and "tl.launch_threads" in node.block.annotations:
-            self.found.append(self.launch(node.block, grid))
-        elif kind == "SBlockRealize" or hasattr(node, "body"):
-            self.launches(node.block.body if kind == "SBlockRealize" else node.body, grid)
 
     def launch(self, block: Any, grid: tuple[Number, ...]) -> Launch:
         self.places: dict[Any, int] = {}
@@ -424,23 +423,24 @@ class _Walk:
         if kind == "While":
             trips = Unknown(f"`while {node.condition}` ends at run time")
             return [Loop("", trips, None, (), tuple(self.nodes(node.body)))]
-        if kind == "For" and int(node.kind) in (1, 2):  # T.Parallel, T.vectorized
-            self.elements += 1
-            inner = self.nodes(node.body)
-            self.elements -= 1
-            return [_merged(inner, self.number(node.extent))]
         if kind == "For":
-            notes = dict(node.annotations or {})
-            stages = int(notes["num_stages"]) if "num_stages" in notes else None
-            body = tuple(self.nodes(node.body))
-            return [Loop(str(node.loop_var.name), self.number(node.extent), stages, tuple(map(str, notes)), body)]
+            return [self.loop(node)]
         if kind == "BufferStore":
             return [self.store(node)]
-        if kind == "Evaluate":
-            return self.call(node.value)
-        if kind == "Bind":
-            return self.reads(node.value)
+        if kind in ("Evaluate", "Bind"):
+            return self.call(node.value) if kind == "Evaluate" else self.reads(node.value)
         return self.nodes(node.body) if hasattr(node, "body") else []
+
+    def loop(self, node: Any) -> Node:
+        elements = int(node.kind) in (1, 2)  # T.Parallel, T.vectorized
+        self.elements += elements
+        body = self.nodes(node.body)
+        self.elements -= elements
+        if elements:
+            return _merged(body, self.number(node.extent))
+        notes = dict(node.annotations or {})
+        stages = int(notes["num_stages"]) if "num_stages" in notes else None
+        return Loop(str(node.loop_var.name), self.number(node.extent), stages, tuple(map(str, notes)), tuple(body))
 
     def touched(self, node: Any) -> list[int]:
         """Places of all buffers that an expression loads from, one for each load."""
@@ -456,11 +456,11 @@ class _Walk:
     def loads(self, places: Sequence[int]) -> dict[int, Number]:
         return dict(collections.Counter(filter(self.in_memory, places)))
 
-    def in_memory(self, place: int) -> bool:
-        return self.buffers[place].scope == "global"
+    def in_memory(self, place: int | None) -> bool:
+        return place is not None and self.buffers[place].scope == "global"
 
-    def is_shared(self, place: int) -> bool:
-        return self.buffers[place].scope.startswith("shared")
+    def is_shared(self, place: int | None) -> bool:
+        return place is not None and self.buffers[place].scope.startswith("shared")
 
     def store(self, node: Any) -> Op:
         target, value = self.places.get(node.buffer), node.value
@@ -468,7 +468,7 @@ class _Walk:
         while _kind(value) == "Cast":
             value = value.value
         source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
-        pure = target is not None and source is not None and self.is_shared(target) and self.in_memory(source)
+        pure = self.is_shared(target) and self.in_memory(source)
         return Op("other", _once(loads), () if target is None else (target,), self.loads(loads), 0, pure)
 
     def call(self, call: Any) -> list[Node]:

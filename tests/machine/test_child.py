@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -88,10 +89,11 @@ def test_a_process_that_ends_says_how_and_the_next_request_starts_another():
         assert one.ask({"code": "answer = 1"}) == 1
 
 
-def test_what_takes_too_long_ends_with_all_it_started_and_its_folder(tmp_path):
+def test_what_takes_too_long_ends_with_all_it_started_and_its_folder(tmp_path, monkeypatch):
     code = "import os, subprocess, time; say(subprocess.Popen(['sleep', '60']).pid); open('mine', 'w'); time.sleep(60)"
     said = []
-    with child(folder=tmp_path) as one:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with child() as one:
         assert one.ask({"code": "answer = 1"}) == 1
         with pytest.raises(ChildError, match=r"^got no answer in 0.5 s$"):
             one.ask({"code": code}, timeout_s=0.5, say=said.append)

@@ -1,4 +1,5 @@
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,14 +158,15 @@ def test_a_target_that_has_it_refuses_for_another_reason() -> None:
     assert (other.feature, str(other)) == (None, f"a.py for sm_90a: {said}")
 
 
-def test_children_that_are_killed_leave_no_folder(tmp_path: Path) -> None:
+def test_children_that_are_killed_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = Submission("import os\nos.kill(os.getpid(), 9)\n", "killed.py")
-    (error,) = lower_many([Lowering(killed, SMALL)], folder=tmp_path)
+    (error,) = lower_many([Lowering(killed, SMALL)])
     assert str(error) == "killed.py for sm_80: the compiler's process ended: signal 9 (Killed)"
     assert list(tmp_path.iterdir()) == []
     endless = Submission(f"open({str(tmp_path / 'begun')!r}, 'w')\nwhile True:\n    pass\n", "endless.py")
     with pytest.raises(BackendError, match="got no answer in 15 s for 1 lowerings"):
-        lower_many([Lowering(endless, SMALL)], folder=tmp_path, timeout_s=15)
+        lower_many([Lowering(endless, SMALL)], timeout_s=15)
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
