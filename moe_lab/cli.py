@@ -142,7 +142,7 @@ def doctor() -> None:
     )  # fmt: skip
     if any(check.name.startswith("$") and not check.ok for check in checks):
         print("A TileLang built from source needs, before Python starts (set the first two to your folders):\n")
-        print(backend.MACA_EXPORTS)
+        print(backend.maca_exports())
     missing = [check.name for check in checks if check.required and not check.ok]
     print(f"submissions cannot run here: {', '.join(missing)}" if missing else "submissions can run here")
     raise typer.Exit(1 if missing else 0)

@@ -271,9 +271,9 @@ def _nvcc_checks() -> list[Check]:
     return [Check("nvcc", path is not None, _first_line([path, "--version"]) if path else "none", remedy, False)]
 
 
-#: Shell lines that a TileLang built from source needs on a MetaX machine, before Python starts. The two places at the
-#: top differ between machines.
-MACA_EXPORTS = """\
+def maca_exports() -> str:
+    """Shell lines for a TileLang built from source on a MetaX machine; the two places at the top are the machine's."""
+    return """\
 export MACA_PATH="/opt/maca"
 export TILELANG_ROOT="$HOME/tilelang"
 export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"
@@ -287,7 +287,7 @@ def _maca_checks() -> list[Check]:
     """One for each variable of the exports but the checkout, whose place only its owner knows."""
     maca = os.environ.get("MACA_PATH", "/opt/maca")
     missing: dict[str, list[str]] = {}
-    for name, value in re.findall('export (.*)="(.*)"', MACA_EXPORTS):
+    for name, value in re.findall('export (.*)="(.*)"', maca_exports()):
         have = [os.path.normpath(part) for part in os.environ.get(name, "").split(os.pathsep)]
         needed = [
             os.path.normpath(part.replace("$MACA_PATH", maca)) for part in re.findall(r"\$MACA_PATH/[^:]*", value)

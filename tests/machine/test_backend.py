@@ -621,7 +621,7 @@ def test_doctor_checks_the_environment_of_a_metax_machine(monkeypatch: pytest.Mo
     assert "/maca/mxgpu_llvm/bin" in found["$PATH"].found
     assert "lacks /maca/bin," not in found["$PATH"].found
     assert not found["$LD_LIBRARY_PATH"].ok
-    shell = backend.MACA_EXPORTS.replace("$HOME/tilelang", "/src/tilelang").replace("/opt/maca", "/maca") + "\nenv -0"
+    shell = backend.maca_exports().replace("$HOME/tilelang", "/src/tilelang").replace("/opt/maca", "/maca") + "\nenv -0"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env={"PATH": os.defpath})
     exported = dict(line.split("=", 1) for line in done.stdout.strip("\0").split("\0"))
     assert [check for check in checks(exported).values() if not check.ok] == []
@@ -630,4 +630,4 @@ def test_doctor_checks_the_environment_of_a_metax_machine(monkeypatch: pytest.Mo
 
 def test_the_readme_shows_the_exports_of_a_metax_machine() -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
-    assert f"```bash\n{backend.MACA_EXPORTS}\n```" in readme.read_text(encoding="utf-8")
+    assert f"```bash\n{backend.maca_exports()}\n```" in readme.read_text(encoding="utf-8")
