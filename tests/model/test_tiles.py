@@ -357,18 +357,6 @@ else:
     assert both.fragment_registers == 2 * 128 * 128 // 256
 
 
-def test_loops_of_the_host_end_where_they_say():
-    source = STRANGER.replace(
-        "    while bk * 2 <= 64 and not wide:\n        bk *= 2\n",
-        "    for candidate in (16, 32, 64, 128, 256):\n        if candidate < 32:\n            continue\n"
-        "        if candidate > 64:\n            break\n        bk = candidate\n",
-    )
-    assert source != STRANGER
-    (mine,), (theirs,) = (resources(Submission(text), CASES[1]).kernels for text in (source, STRANGER))
-    assert (mine.shared_bytes, mine.threads) == (theirs.shared_bytes, theirs.threads)
-    assert mine.shared_bytes == 2 * (128 * 64 + 64 * 64) * 2
-
-
 def test_a_persistent_grid_with_warps_of_its_own_is_read_as_far_as_it_can_be():
     persistent = """
 tx = T.get_thread_binding()
@@ -447,13 +435,6 @@ def test_kernels_kept_under_keys_of_text_are_found(name, shared):
     found = resources(Submission.from_file(Path(__file__).parents[1] / "honest" / f"{name}.py"), CASES[1])
     assert [kernel.shared_bytes for kernel in found.kernels] == shared
     assert found.unknown == ()
-
-
-def test_a_tile_taken_from_a_table_by_a_loop_is_the_one_of_this_case():
-    source = (Path(__file__).parents[1] / "honest" / "half_blocks.py").read_text()
-    other = source.replace("2048: (64, 64, 64, 128)", "2048: (64, 256, 16, 256)")
-    kernels = resources(Submission(other), CASES[1]).kernels
-    assert [(kernel.shared_bytes, kernel.threads) for kernel in kernels] == [(18432, 256), (10240, 256)]
 
 
 @pytest.mark.parametrize(
