@@ -116,21 +116,13 @@ class Ahead:
 
 
 def processes_for(device: str) -> int:
-    """How many workers compile ahead: none where the calls themselves need the processor.
-
-    Args:
-        device: torch device of the kernels.
-    """
+    """How many workers compile ahead: none where the calls themselves need the processor."""
     # A compiler keeps one core busy, and the judge, the worker and the driver want theirs.
     return 0 if device == "cpu" else len(os.sched_getaffinity(0)) * 3 // 4
 
 
 def specs(group: Group) -> list[_Spec]:
-    """The ten arguments of a group's first call: shapes, dtypes, and the index arrays themselves.
-
-    Args:
-        group: shapes and variant.
-    """
+    """The ten arguments of a group's first call: shapes, dtypes, and the index arrays themselves."""
     call, wide = group.calls[0], {"H": group.hidden, "I": group.intermediate}
     thin = make_inputs(
         Case(group.name, len(call.sizes), 1, 1, sum(call.sizes)), call.sizes, variant=group.variant, seed=call.seed

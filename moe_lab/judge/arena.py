@@ -32,17 +32,11 @@ _HANDLE_BYTES = (1, 4, 6)
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes that changed although nobody may write there.
+    """Bytes that changed although nobody may write there."""
 
-    Attributes:
-        where: an argument's name, "before out", "after out" or "beside <argument>".
-        first: index of the first changed element of an argument, or bytes between the nearest one and ``out``.
-        count: changed bytes.
-    """
-
-    where: str
-    first: int
-    count: int
+    where: str  # an argument's name, "before out", "after out" or "beside <argument>"
+    first: int  # index of the first changed element of an argument, or bytes between the nearest one and ``out``
+    count: int  # changed bytes
 
     @property
     def is_input(self) -> bool:
@@ -63,11 +57,6 @@ class Arena:
         tensors: the ten arguments by name; only shapes and dtypes matter here.
         experts: the experts whose weights are written and looked at; None for all. The other slabs of the sparse
             file are never touched, so they read as zeros and cost no memory.
-
-    Attributes:
-        size_bytes: of everything.
-        buffer: (size_bytes,) uint8, the judge's mapping.
-        places: first byte, shape and dtype of each argument, in the contract's order.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], experts: Iterable[int] | None = None) -> None:
@@ -76,7 +65,7 @@ class Arena:
         block = _pages(BLOCK_TOKEN * tensors["out"].shape[1] * tensors["out"].element_size())
         generator = torch.Generator().manual_seed(_GUARD_SEED)
         self._guards: list[tuple[str, int, torch.Tensor]] = []
-        self.places: dict[str, tuple[int, tuple[int, ...], str]] = {}
+        self.places: dict[str, tuple[int, tuple[int, ...], str]] = {}  # first byte, shape and dtype
         end = 0
         for name in (argument.name for argument in ARGUMENTS):
             tensor, wide = tensors[name], name == "out"
@@ -91,7 +80,7 @@ class Arena:
         self.size_bytes = _pages(end)
         self._file = os.memfd_create("arena")
         os.ftruncate(self._file, self.size_bytes)
-        self.buffer = map_file(self._file, self.size_bytes)
+        self.buffer = map_file(self._file, self.size_bytes)  # (size_bytes,) uint8, the judge's mapping
         self._written: list[tuple[str, int, torch.Tensor]] = []
 
     def describe(self) -> dict[str, Any]:

@@ -261,8 +261,11 @@ class _Run:
         report.not_measured += fit.unknown
         report.compiler_messages = list(fit.messages)
         report.fit = list(fit.lines)
+        # Where nothing is enforced, what the text has shown needs no repeating.
+        said = {item.rule_id for item in report.findings if report.profile == "open"}
         for rule_id, what in fit.rulings:
-            self._find_ruling(rule_id, what)
+            if rule_id not in said:
+                self._find_ruling(rule_id, what)
         if fit.problems and report.profile == "contest":
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
         report.fit += [f"does not fit: {problem}" for problem in fit.problems]

@@ -36,40 +36,25 @@ _TICK_S = 0.25
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use.
+    """What one run may use."""
 
-    Attributes:
-        start_s: until the worker is up; importing torch and TileLang is ours, not the submission's.
-        load_s: executing the submission's module level.
-        first_call_s: the first call of a case, which may compile.
-        call_s: every other call.
-        memory_bytes: address space beyond what is mapped once TileLang is imported; not enforced where a GPU driver
-            reserves address space of its own.
-        output_bytes: of print.
-        file_bytes: largest file the process may write.
-    """
-
-    start_s: float = 90.0
-    load_s: float = 30.0
-    first_call_s: float = 90.0
-    call_s: float = 60.0
+    start_s: float = 90.0  # until the worker is up; importing torch and TileLang is ours, not the submission's
+    load_s: float = 30.0  # executing the submission's module level
+    first_call_s: float = 90.0  # the first call of a case, which may compile
+    call_s: float = 60.0  # every other call
+    #: Address space beyond what is mapped once TileLang is imported; not enforced where a GPU driver reserves its own.
     memory_bytes: int = 6 << 30
-    output_bytes: int = 4 << 20
-    file_bytes: int = 256 << 20
+    output_bytes: int = 4 << 20  # of print
+    file_bytes: int = 256 << 20  # largest file the process may write
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an outcome, not an error of ours
-    """The worker will not answer any more.
-
-    Attributes:
-        kind: "timeout" (seconds), "exit" (code), "signal" (name), "output" (bytes) or "forged".
-        detail: the number or text that belongs to the kind.
-    """
+    """The worker will not answer any more."""
 
     def __init__(self, kind: Literal["timeout", "exit", "signal", "output", "forged"], detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
         self.kind = kind
-        self.detail = detail
+        self.detail = detail  # seconds, exit code, signal's name, bytes, or a text
 
 
 class Worker:
@@ -79,17 +64,12 @@ class Worker:
         folder: empty private folder, the worker's current directory and place for temporary files.
         limits: see :class:`Limits`.
         tick: called about twice a second with the seconds that the judge has waited.
-
-    Attributes:
-        strangers: names of the processes that were found running at the end beside the worker; they were ended too.
     """
 
     def __init__(self, folder: Path, limits: Limits, tick: Callable[[float], None]) -> None:
-        self._folder = folder
-        self._limits = limits
-        self._tick = tick
+        self._folder, self._limits, self._tick = folder, limits, tick
         self._token = secrets.token_hex(16)
-        self.strangers: list[str] = []
+        self.strangers: list[str] = []  # processes that ran beside the worker at the end; they were ended too
 
     def __enter__(self) -> Worker:
         """Start the process."""

@@ -152,7 +152,8 @@ class _Guards:
 
         self._path = path
         self._real_torch = torch
-        self._torch = _proxy(self.torch_attribute)
+        # What ``import torch`` gives a submission.
+        self._torch = type("Torch", (), {"__getattr__": lambda _, name: self.torch_attribute(name)})()
         self._formatter = _Formatter(self)
         closed = {*rules.WORDS["banned_builtins"], *rules.WORDS["unavailable_builtins"]}
         kept = {"object", "property", "classmethod", "staticmethod", "super"}
@@ -267,16 +268,6 @@ class _Guards:
         if isinstance(value, self._real_torch.Tensor):
             return _target(value, self.refuse)
         self.refuse("attribute-write", f"got an item or attribute of a {type(value).__name__} as a target")
-
-
-def _proxy(attribute: Callable[[str], Any]) -> object:
-    """What ``import torch`` gives a submission."""
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return attribute(name)
-
-    return Torch()
 
 
 def _target(tensor: Any, refuse: Callable[[str, str], NoReturn]) -> object:

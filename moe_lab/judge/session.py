@@ -34,81 +34,49 @@ _DEVICE_SPARE_BYTES = 3 << 30
 
 
 class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of the judge
-    """The submission cannot go on.
-
-    Attributes:
-        verdict: what that means.
-        sentence: why, for people.
-        alive: whether the worker could take another call, as after an exception.
-    """
+    """The submission cannot go on."""
 
     def __init__(self, verdict: Verdict, sentence: str, *, alive: bool = False) -> None:
         # What a submission raises may hold characters that no encoding has.
         self.sentence = sentence.encode("utf-8", "replace").decode()
         super().__init__(self.sentence)
         self.verdict = verdict
-        self.alive = alive
+        self.alive = alive  # whether the worker could take another call, as after an exception
 
 
 @dataclass(frozen=True)
 class Made:
-    """One call that came back.
+    """One call that came back."""
 
-    Attributes:
-        number: in its group, from 0.
-        call: what was asked.
-        inputs: the ten tensors as they were before the call, on the judge's side.
-        out_before, out: (P, H) fp16, ``out`` before and after.
-        truth: (N, H) fp32, raw order.
-        comparison: of ``out`` with the truth.
-        edits: bytes that changed outside ``out``.
-        returned: type of what run_kernel returned; None if it returned None.
-        seconds: the worker's clock around the call.
-        launches: TileLang kernels launched.
-        threads_before, threads: Python threads alive in the worker once the file was loaded and after the call.
-    """
-
-    number: int
-    call: Call
-    inputs: Inputs
-    out_before: torch.Tensor
-    out: torch.Tensor
-    truth: torch.Tensor
-    comparison: Comparison
-    edits: list[Edit]
-    returned: str | None
-    seconds: float
-    launches: int
-    threads_before: int
-    threads: int
+    number: int  # in its group, from 0
+    call: Call  # what was asked
+    inputs: Inputs  # the ten tensors as they were before the call, on the judge's side
+    out_before: torch.Tensor  # (P, H) fp16
+    out: torch.Tensor  # (P, H) fp16, after the call
+    truth: torch.Tensor  # (N, H) fp32, raw order
+    comparison: Comparison  # of ``out`` with the truth
+    edits: list[Edit]  # bytes that changed outside ``out``
+    returned: str | None  # type of what run_kernel returned; None if it returned None
+    seconds: float  # the worker's clock around the call
+    launches: int  # TileLang kernels launched
+    threads_before: int  # Python threads alive in the worker once the file was loaded
+    threads: int  # the same after the call
 
 
 @dataclass
 class Session:
-    """One worker with a submission loaded; a context manager that leaves no process and no file behind.
-
-    Args:
-        submission: what to run.
-        groups: what it will be called on; decides the room that is set aside.
-        limits: of the worker.
-        sandboxed: whether the run-time sandbox applies.
-        say: called with a line of text whenever something starts, and every second while it lasts.
-        device: torch device of the kernels.
-
-    Attributes:
-        times_ms: of the submission and of the baseline by group, for groups that ask for it.
-        computed: operations by which torch computed what belongs in a kernel, of every call so far; only under the
-            sandbox.
-    """
+    """One worker with a submission loaded; a context manager that leaves no process and no file behind."""
 
     submission: Submission
-    groups: tuple[Group, ...]
-    limits: Limits
+    groups: tuple[Group, ...]  # what it will be called on; decides the room that is set aside
+    limits: Limits  # of the worker
     _: KW_ONLY
-    sandboxed: bool
-    say: Progress
-    device: str
+    sandboxed: bool  # whether the run-time sandbox applies
+    say: Progress  # called with a line of text whenever something starts, and every second while it lasts
+    device: str  # torch device of the kernels
+    #: Of the submission and of the baseline by group, for groups that ask for it.
     times_ms: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    #: Operations by which torch computed what belongs in a kernel, of every call so far; only under the sandbox.
     computed: set[str] = field(default_factory=set)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _worker: Worker | None = None

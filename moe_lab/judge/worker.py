@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_lab.judge.arena import map_file, share, tensors_in
 from moe_lab.machine import backend
 from moe_lab.problem.errors import BackendError, MoeLabError
+from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
 
 _PR_SET_PDEATHSIG = 1
@@ -42,10 +43,7 @@ Answer = dict[str, Any]
 class _Garbage:
     """What freshly allocated memory holds: ``torch.empty`` promises nothing, so the judge fills it on purpose."""
 
-    def __init__(self) -> None:
-        self.kind = "untouched"
-        self.seed = 0
-        self.filling = False
+    kind, seed, filling = "untouched", 0, False
 
     def install(self) -> None:
         """Replace the functions before the sandbox takes its own references."""
@@ -141,9 +139,7 @@ MOVES = frozenset({"copy", "_to_copy", "fill", "zero", "clone", "where", "masked
 class _Launches:
     """Counts kernel launches, so that an answer without a launch shows; or leaves them out."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.left_out = False
+    count, left_out = 0, False
 
     def install(self) -> None:
         from tilelang.jit import JITKernel
@@ -207,9 +203,7 @@ class _Session:
 
             self._entry = sandbox.load(source, path)
         else:
-            namespace: dict[str, Any] = {"__name__": "submission", "__file__": path}
-            exec(compile(source, path, "exec", dont_inherit=True), namespace)
-            self._entry = namespace["run_kernel"]
+            self._entry = Submission(source, "submission.py").execute(Path(path).parent)["run_kernel"]
         return {"threads": threads}
 
     def on_open(self, arena: int, path: str, size_bytes: int, places: list[Any]) -> Answer:
@@ -220,7 +214,7 @@ class _Session:
             try:
                 memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except RuntimeError as error:
-                raise BackendError(_first_line(error)) from None
+                raise BackendError((str(error).strip() or type(error).__name__).splitlines()[0][:_TEXT_CHARS]) from None
             handle = share(memory)
         # Where the judge cannot see the device's memory, the file carries its bytes.
         self._arenas[arena] = (memory, None if handle else file, list(tensors_in(memory, places)))
@@ -347,10 +341,6 @@ def _limit(kind: int, amount: int, what: str = "") -> None:
             "before the judge starts"
         )
     resource.setrlimit(kind, (amount, amount))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:_TEXT_CHARS]
 
 
 def serve(judge: socket.socket) -> None:
