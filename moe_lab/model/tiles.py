@@ -9,22 +9,20 @@ are a lower bound: fragments spread evenly over the threads, with nothing for in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_lab.machine.devices import Device
 from moe_lab.model import tir
 from moe_lab.model.roofline import balanced, work
-from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, product, walk
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, product, total, walk
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
-#: Every buffer starts at a multiple of it, and so does what follows the last one (TileLang for sm_80).
-_ALIGN_BYTES = 16
-#: Bytes of a 32-bit register.
+_ALIGN_BYTES = 16  # every buffer of shared memory starts at a multiple of it, and so does what follows the last
 _REGISTER_BYTES = 4
 
 
@@ -138,176 +136,121 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
             return None
         return value
 
-    grid, blocks = tuple(known(extent, "the grid") for extent in launch.grid), product(launch.grid)
+    grid, blocks, body = tuple(known(extent, "the grid") for extent in launch.grid), product(launch.grid), launch.body
     placed, shared = _place(launch)
     shared_bytes = known(shared, "the shared memory")
     accumulators, fragments = _registers(launch, known)
-    flops = known(_times(blocks, _total(launch.body, lambda op: op.flops)), "the operations")
+    flops = known(blocks * total(body, lambda op: op.flops), "the operations")
     reads: dict[str, int | None] = {}
-    for place in dict.fromkeys(place for op in walk(launch.body) for place in op.moved):
-        name, bits = launch.buffers[place].name, tir.dtype_bits(launch.buffers[place].dtype)
-        count = _times(blocks, _total(launch.body, lambda op, place=place: op.moved.get(place, 0)))  # type: ignore[misc]
-        read = known(_times(count, bits if isinstance(bits, Unknown) else bits // 8), f"what is read of {name}")
-        reads[name] = _sum([reads.get(name, 0), read])
+    for place, count in tir.moved(body).items():
+        buffer = launch.buffers[place]
+        read = known(blocks * count * tir.dtype_bits(buffer.dtype) // 8, f"what is read of {buffer.name}")
+        reads[buffer.name] = _sum([reads.get(buffer.name, 0), read])
+    branches = [node for node in tir.every(body) if isinstance(node, Branch)]
+    conditional = any(op.kind == "gemm" for op in walk(branches))
     return KernelResources(
         stage, grid, launch.threads, placed, shared_bytes, accumulators, fragments, flops, reads, tuple(unknown),
-        _conditional(launch.body),
+        conditional,
     )  # fmt: skip
 
 
 def _registers(launch: Launch, known: Callable[[Number, str], int | None]) -> tuple[int | None, int | None]:
     """Registers of a thread that hold results of T.gemm, and all that fragments and local arrays need."""
-    fragments: dict[int, int] = {}
-    local, whole, used = 0, launch.threads > 0, set().union(*map(_touched, launch.body))
-    for place, buffer in enumerate(launch.buffers):
-        if buffer.scope in ("fragment", "local"):
-            size = known(buffer.size_bytes, f"the size of {buffer.name}")
-            whole &= size is not None
-            # A local array is each thread's own; a fragment is spread over the threads of the block.
-            if buffer.scope == "fragment":
-                each = math.ceil((size or 0) / max(1, launch.threads))
-                fragments[place] = math.ceil(each / _REGISTER_BYTES)
-            elif place in used:
-                local += math.ceil((size or 0) / _REGISTER_BYTES)
-    if not whole:
+    places = [place for place, buffer in enumerate(launch.buffers) if buffer.scope in ("fragment", "local")]
+    sizes = [known(launch.buffers[place].size_bytes, f"the size of {launch.buffers[place].name}") for place in places]
+    if None in sizes or launch.threads < 1:
         return None, None
-    results = {op.writes[0] for op in walk(launch.body) if op.kind == "gemm" and op.writes}
+    fragments: dict[int, int] = {}
+    local, used = 0, _touched(launch.body)
+    for place, size in zip(places, sizes, strict=True):
+        # A fragment is spread over the threads of the block, a local array is each thread's own.
+        if launch.buffers[place].scope == "fragment":
+            fragments[place] = math.ceil(math.ceil((size or 0) / launch.threads) / _REGISTER_BYTES)
+        elif place in used:
+            local += math.ceil((size or 0) / _REGISTER_BYTES)
+    results = {place for op in walk(launch.body) if op.kind == "gemm" for place in op.writes[:1]}
     held = {place: size for place, size in fragments.items() if place in results}
     return _peak(launch.body, held), local + _peak(launch.body, fragments)
 
 
-def _conditional(nodes: Sequence[Node]) -> bool:
-    """Whether a T.gemm stands inside an ``if`` of the device."""
-    return any(
-        any(op.kind == "gemm" for op in walk([node])) if isinstance(node, Branch) else _conditional(node.body)
-        for node in nodes
-        if not isinstance(node, Op)
-    )
-
-
-def _touched(node: Node) -> set[int]:
-    return {place for op in walk([node]) for place in (*op.reads, *op.writes)}
+def _touched(nodes: Sequence[Node]) -> set[int]:
+    return {place for op in walk(nodes) for place in (*op.reads, *op.writes)}
 
 
 def _spans(nodes: Sequence[Node], places: Iterable[int]) -> dict[int, tuple[int, int]]:
     """First and last statement that touch each buffer."""
-    touched = [_touched(node) for node in nodes]
+    touched = [_touched([node]) for node in nodes]
     uses = {place: [at for at, found in enumerate(touched) if place in found] for place in places}
     return {place: (at[0], at[-1]) for place, at in uses.items() if at}
 
 
 def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
     """The most that is alive at once, from first to last use; what one loop or one way alone uses lives inside it."""
-    spans, inside = _spans(nodes, sizes), [0] * len(nodes)
+    spans, most = _spans(nodes, sizes), 0
     for at, node in enumerate(nodes):
-        ways = () if isinstance(node, Op) else node.ways
-        uses = [set().union(*map(_touched, way)) for way in ways]
-        mine = {place for place, span in spans.items() if span == (at, at) and sum(place in use for use in uses) == 1}
-        for way, use in zip(ways, uses, strict=True):
-            inside[at] = max(inside[at], _peak(way, {place: sizes[place] for place in use & mine}))
-        spans = {place: span for place, span in spans.items() if place not in mine}
-    alive = [
-        sum(sizes[place] for place, (first, last) in spans.items() if first <= at <= last) for at in range(len(nodes))
-    ]
-    return max(map(sum, zip(inside, alive, strict=True)), default=0)
-
-
-def _times(left: Number, right: Number) -> Number:
-    # Nothing times an unknown is still nothing: a loop of unknown length that moves no weight hides none.
-    return 0 if left == 0 or right == 0 else product((left, right))
-
-
-def _total(nodes: Sequence[Node], count: Callable[[Op], Number]) -> Number:
-    """Sum over a block's statements, loops multiplied out; of two branches the larger."""
-    parts: list[Number] = []
-    for node in nodes:
-        if isinstance(node, Op):
-            parts.append(count(node))
-        else:
-            ways = [_total(way, count) for way in node.ways]
-            most = max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way)
-            parts.append(_times(node.trips, most) if isinstance(node, Loop) else most)
-    return tir.total(parts)
+        alive = {place for place, (first, last) in spans.items() if first <= at <= last}
+        uses = [_touched(way) for way in node.ways]
+        mine = {place for place in alive if spans[place] == (at, at) and sum(place in use for use in uses) == 1}
+        inside = [_peak(way, {place: sizes[place] for place in _touched(way) & mine}) for way in node.ways]
+        most = max(most, sum(sizes[place] for place in alive - mine) + max(inside, default=0))
+    return most
 
 
 # ---- shared memory, as TileLang lays it out --------------------------------------------------------------------
 
 
-@dataclass
-class _Life:
-    name: str
-    scope: str
-    copies: int
-    size: int
-    start: int
-    end: int
-
-
 def _place(launch: Launch) -> tuple[tuple[Placed, ...], Number]:
     """Places of all shared buffers and the bytes they need together."""
-    copies = _copies(launch.body)
-    unmodelled = _unmodelled(launch, copies)
-    if unmodelled:
+    copies, buffers = _copies(launch.body), launch.buffers
+    if unmodelled := _unmodelled(launch, copies):
         return (), Unknown(unmodelled)
-    lives: list[_Life] = []
-    # TileLang drops what nothing uses.
-    shared = [place for place, buffer in enumerate(launch.buffers) if buffer.scope.startswith("shared")]
-    for place, (first, last) in _spans(_statements(launch.body), shared).items():
-        buffer, number = launch.buffers[place], copies.get(place, 1)
-        size = product((buffer.size_bytes, number))
-        if isinstance(size, Unknown):
-            return (), size
-        lives.append(_Life(buffer.name, buffer.scope, number, size, first, last + 1))
+    shared = [place for place, buffer in enumerate(buffers) if buffer.scope.startswith("shared")]
+    spans = _spans(_statements(launch.body), shared)  # TileLang drops what nothing uses
+    sizes: dict[int, Any] = {place: buffers[place].size_bytes * copies.get(place, 1) for place in spans}
+    if unknown := [size for size in sizes.values() if isinstance(size, Unknown)]:
+        return (), unknown[0]
     share = not launch.pass_configs.get("tl_disable_shared_memory_reuse", False)
-    placed: list[Placed] = []
-    size_bytes = 0
+    offsets: dict[int, int] = {}
+    base = 0
     # Static and dynamic shared memory are two areas of the same store.
     for scope in ("shared.dyn", "shared"):
-        area = [life for life in lives if life.scope == scope]
-        offsets, top = _pack(area, share)
-        placed += [
-            Placed(life.name, life.size, life.copies, size_bytes + offset)
-            for life, offset in zip(area, offsets, strict=True)
-        ]
-        size_bytes += _aligned(top)
-    return tuple(sorted(placed, key=lambda item: item.offset_bytes)), size_bytes
+        area = [place for place in spans if buffers[place].scope == scope]
+        area.sort(key=lambda place: (spans[place][0], -sizes[place], buffers[place].name))
+        packed, size_bytes = _pack([(sizes[place], *spans[place]) for place in area], share)
+        offsets |= {place: base + offset for place, offset in zip(area, packed, strict=True)}
+        base += size_bytes
+    placed = [Placed(buffers[at].name, sizes[at], copies.get(at, 1), offsets[at]) for at in spans]
+    return tuple(sorted(placed, key=lambda item: item.offset_bytes)), base
 
 
-def _unmodelled(launch: Launch, copies: Iterable[int]) -> str:
-    """Why the shared memory of a launch cannot be predicted; empty if it can."""
-    if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
-        return "the pass config for aggressive merging of shared memory is not modelled"
-    if any(op.kind == "reduce" for op in walk(launch.body)):
-        return "T.reduce takes shared memory of its own, which is not modelled"
-    for loop in tir.loops(launch.body):
-        # A pipeline of an order of its own changes copies and lifetimes.
-        if any(note.startswith("tl_pipeline") for note in loop.notes) and any(map(_touched, loop.body)):
-            return f"the pipeline over {loop.name} with an explicit order is not modelled"
-    # TileLang refuses a buffer that a pipeline multiplies and something else touches too.
-    users: dict[int, set[int]] = {place: set() for place in copies}
+def _pack(lives: Sequence[tuple[int, int, int]], share: bool) -> tuple[list[int], int]:
+    """Offsets of buffers (size, first and last use) and the bytes of all.
 
-    def collect(nodes: Sequence[Node], pipeline: int) -> None:
-        for node in nodes:
-            if isinstance(node, Op):
-                for place in users.keys() & _touched(node):
-                    users[place].add(pipeline)
-            else:
-                own = isinstance(node, Loop) and (node.num_stages or 0) > 1
-                for way in node.ways:
-                    collect(way, id(node) if own else pipeline)
+    A linear scan with the best fit into what died, as TileLang's merge pass has it.
+    """
+    offsets: list[int] = []
+    active: list[tuple[int, int, int]] = []  # offset, where it ends, last use
+    top = 0
+    for size, first, last in lives:
+        active = sorted(part for part in active if not share or part[2] >= first)
+        ends = [0, *(end for _, end, _ in active)]
+        gaps = zip(ends, [*(offset for offset, _, _ in active), top], strict=True)
+        fits = [(stop - start, _aligned(start)) for start, stop in gaps if _aligned(start) + size <= stop]
+        offsets.append(min(fits)[1] if fits else _aligned(ends[-1]))
+        active.append((offsets[-1], offsets[-1] + size, last))
+        top = max(top, offsets[-1] + size)
+    return offsets, _aligned(top)
 
-    collect(launch.body, 0)
-    split = next((launch.buffers[place].name for place, where in users.items() if len(where) > 1), "")
-    return split and (
-        f"{split} is multiplied by the pipeline of one loop and used in another or outside, which TileLang refuses"
-    )
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _copies(nodes: Sequence[Node]) -> dict[int, int]:
     """Number of copies of each buffer that a pipelined loop fills from device memory."""
     copies: dict[int, int] = {}
     for loop in tir.loops(nodes):
-        for statement in _statements(loop.body) if (loop.num_stages or 0) > 1 else ():
+        for statement in _statements(loop.ways[0]) if (loop.num_stages or 0) > 1 else ():
             ops = list(walk([statement]))
             if ops and all(op.pure_copy for op in ops):
                 copies |= dict.fromkeys((place for op in ops for place in op.writes), loop.num_stages or 1)
@@ -322,32 +265,40 @@ def _statements(nodes: Sequence[Node]) -> list[Node]:
     """
     flat: list[Node] = []
     for node in nodes:
-        if isinstance(node, Branch):
-            transparent = not node.orelse
-        else:
-            transparent = isinstance(node, Loop) and node.num_stages is None and node.trips == 1
-        flat += _statements(node.body) if transparent and not isinstance(node, Op) else [node]
+        bare = isinstance(node, Branch) and not node.ways[1]
+        once = isinstance(node, Loop) and node.num_stages is None and node.trips == 1
+        flat += _statements(node.ways[0]) if bare or once else [node]
     return flat
 
 
-def _pack(lives: Sequence[_Life], share: bool) -> tuple[list[int], int]:
-    """Offsets of buffers and the top of the area: linear scan, best fit into what died, as TileLang's merge pass."""
-    offsets, top = [0] * len(lives), 0
-    active: list[tuple[int, int, int]] = []  # offset, where it ends, when it dies
-    for index in sorted(range(len(lives)), key=lambda i: (lives[i].start, -lives[i].size, lives[i].name)):
-        life = lives[index]
-        active = sorted(part for part in active if not share or part[2] > life.start)
-        ends = [0, *(end for _, end, _ in active)]
-        gaps = zip(ends, [*(offset for offset, _, _ in active), top], strict=True)
-        fits = [(stop - start, _aligned(start)) for start, stop in gaps if _aligned(start) + life.size <= stop]
-        offset = min(fits)[1] if fits else _aligned(ends[-1])
-        active.append((offset, offset + life.size, life.end))
-        offsets[index], top = offset, max(top, offset + life.size)
-    return offsets, top
+def _unmodelled(launch: Launch, copies: Iterable[int]) -> str:
+    """Why the shared memory of a launch cannot be predicted; empty if it can."""
+    if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
+        return "the pass config for aggressive merging of shared memory is not modelled"
+    if any(op.kind == "reduce" for op in walk(launch.body)):
+        return "T.reduce takes shared memory of its own, which is not modelled"
+    for loop in tir.loops(launch.body):
+        # A pipeline of an order of its own changes copies and lifetimes.
+        if any(note.startswith("tl_pipeline") for note in loop.notes) and _touched(loop.ways[0]):
+            return f"the pipeline over {loop.name} with an explicit order is not modelled"
+    uses = list(_uses(launch.body, 0))
+    for place in copies:
+        if len({pipeline for used, pipeline in uses if used == place}) > 1:
+            return (
+                f"{launch.buffers[place].name} is multiplied by the pipeline of one loop and used in another or "
+                "outside, which TileLang refuses"
+            )
+    return ""
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
+def _uses(nodes: Sequence[Node], pipeline: int) -> Iterator[tuple[int, int]]:
+    """Each buffer with the pipeline that uses it; 0 is none."""
+    for node in nodes:
+        if isinstance(node, Op):
+            yield from ((place, pipeline) for place in (*node.reads, *node.writes))
+        own = id(node) if isinstance(node, Loop) and (node.num_stages or 0) > 1 else pipeline
+        for way in node.ways:
+            yield from _uses(way, own)
 
 
 # ---- against a device ------------------------------------------------------------------------------------------

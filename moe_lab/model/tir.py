@@ -4,25 +4,26 @@
     peek(submission, case, layout)       the answer if it is known by now, else None: never waits
     ahead([(submission, case, layout)])  work these out while nobody waits, the last one first
 
-One warm child process (:class:`moe_lab.machine.child.Child`) calls ``run_kernel`` with tensors that have no storage
-(:mod:`moe_lab.model.host`) and walks each PrimFunc; nothing is lowered. Host code runs there, bounded in time and
-memory: pass ``load="moe_lab.judge.sandbox:load"`` for a stranger's file. Answers are kept by source and sizes.
+One warm child process calls ``run_kernel`` with tensors that have no storage (:mod:`moe_lab.model.host`) and walks
+each PrimFunc; nothing is lowered. Host code runs there, bounded in time and memory: pass
+``load="moe_lab.judge.sandbox:load"`` for a stranger's file. Answers are kept by source and sizes.
 """
 
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import functools
 import math
+import operator
 import re
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_lab.machine.child import Child, ChildError
 from moe_lab.model import host
@@ -38,9 +39,18 @@ _KEPT = 1024  # answers
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only run time knows."""
+    """A value that only run time knows; so is what is reckoned from it, but nothing times it is nothing."""
 
     reason: str  # naming the expression
+
+    def _same(self, other: Number) -> Unknown:
+        return self
+
+    def _times(self, other: Number) -> Number:
+        return 0 if other == 0 else self
+
+    __add__ = __radd__ = __floordiv__ = _same
+    __mul__ = __rmul__ = _times
 
 
 Number = int | Unknown
@@ -58,14 +68,14 @@ class Buffer:
     @property
     def size_bytes(self) -> Number:
         """Bytes of one copy of it."""
-        bits = product((*self.shape, dtype_bits(self.dtype)))
-        return bits if isinstance(bits, Unknown) else -(-bits // 8)
+        return (product(self.shape) * dtype_bits(self.dtype) + 7) // 8
 
 
 @dataclass(frozen=True)
 class Op:
     """One statement of a block. Buffers are named by their places in :attr:`Launch.buffers`."""
 
+    ways: ClassVar[tuple[tuple[Node, ...], ...]] = ()
     kind: str  # "copy", "gemm", "reduce" or "other"
     reads: tuple[int, ...] = ()  # buffers, each once
     writes: tuple[int, ...] = ()
@@ -82,25 +92,14 @@ class Loop:
     trips: Number
     num_stages: int | None  # of T.Pipelined; None for any other loop
     notes: tuple[str, ...]  # names of its annotations, such as "tl_pipeline_order"
-    body: tuple[Node, ...]
-
-    @property
-    def ways(self) -> tuple[tuple[Node, ...], ...]:
-        """What may run inside."""
-        return (self.body,)
+    ways: tuple[tuple[Node, ...]]  # what runs inside
 
 
 @dataclass(frozen=True)
 class Branch:
     """An ``if`` that only the device can decide."""
 
-    body: tuple[Node, ...]
-    orelse: tuple[Node, ...]
-
-    @property
-    def ways(self) -> tuple[tuple[Node, ...], ...]:
-        """What may run inside, one of the two."""
-        return (self.body, self.orelse)
+    ways: tuple[tuple[Node, ...], tuple[Node, ...]]  # what runs if it holds, and if it does not
 
 
 Node = Op | Loop | Branch
@@ -130,38 +129,53 @@ class Launch:
     body: tuple[Node, ...]  # what one block does
 
 
+def every(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Every statement, loop and branch; what stands inside another comes before it."""
+    for node in nodes:
+        for way in node.ways:
+            yield from every(way)
+        yield node
+
+
 def walk(nodes: Sequence[Node]) -> Iterator[Op]:
     """Every statement, those of loops and branches included."""
-    for node in nodes:
-        if isinstance(node, Op):
-            yield node
-        else:
-            for way in node.ways:
-                yield from walk(way)
+    return (node for node in every(nodes) if isinstance(node, Op))
 
 
 def loops(nodes: Sequence[Node]) -> Iterator[Loop]:
     """Every loop, those inside another before it."""
+    return (node for node in every(nodes) if isinstance(node, Loop))
+
+
+def total(nodes: Sequence[Node], count: Callable[[Op], Number]) -> Number:
+    """Sum over statements, loops multiplied out; of two branches the larger."""
+    found: Number = 0
     for node in nodes:
-        if not isinstance(node, Op):
-            for way in node.ways:
-                yield from loops(way)
-        if isinstance(node, Loop):
-            yield node
+        if isinstance(node, Op):
+            found += count(node)
+        else:
+            ways = [total(way, count) for way in node.ways]
+            most = max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way)
+            found += node.trips * most if isinstance(node, Loop) else most
+    return found
 
 
-def product(values: Sequence[Number]) -> Number:
-    """Product of integers; unknown if one of them is.
+def moved(nodes: Sequence[Node]) -> dict[int, Number]:
+    """Elements read from each tensor in device memory, all loops run; see :func:`total`."""
+
+    def of(place: int) -> Number:
+        return total(nodes, lambda op: op.moved.get(place, 0))
+
+    return {place: of(place) for place in _once(place for op in walk(nodes) for place in op.moved)}
+
+
+def product(values: Iterable[Number]) -> Number:
+    """Product of numbers.
 
     >>> product((2, 3))
     6
     """
-    return next((value for value in values if isinstance(value, Unknown)), None) or math.prod(values)  # type: ignore[arg-type]
-
-
-def total(values: Sequence[Number]) -> Number:
-    """Sum of integers; unknown if one of them is."""
-    return next((value for value in values if isinstance(value, Unknown)), None) or sum(values)  # type: ignore[arg-type]
+    return functools.reduce(operator.mul, values, 1)
 
 
 def dtype_bits(dtype: str) -> Number:
@@ -180,87 +194,12 @@ Question = tuple[Submission, Case, GroupedLayout]
 Answer = tuple[Launch, ...]
 
 
-class _Reader:
-    """The warm child, and what it has answered."""
-
-    def __init__(self) -> None:
-        self._child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
-        atexit.register(self._child.close)
-        self._asking, self._warm = threading.Lock(), False
-        self._known: collections.OrderedDict[object, Answer | SubmissionError] = collections.OrderedDict()
-        self._todo: list[Question] = []
-        self._wanted, self._waiting = threading.Condition(), 0
-        self._thread: threading.Thread | None = None
-
-    def peek(self, question: Question, load: str = "") -> Answer | None:
-        submission, case, layout = question
-        found = self._known.get((submission.source_hash, case, layout, load))
-        if isinstance(found, SubmissionError):
-            raise found
-        return found
-
-    def answer(self, question: Question, load: str) -> Answer:
-        with self._wanted:
-            self._waiting += 1
-        try:
-            with self._asking:
-                return self.peek(question, load) or self._ask(question, load)
-        finally:
-            with self._wanted:
-                self._waiting -= 1
-                self._wanted.notify_all()
-
-    def ahead(self, questions: Sequence[Question]) -> None:
-        with self._wanted:
-            self._todo = list(questions)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work_ahead, name="moe_lab reader", daemon=True)
-                self._thread.start()
-            self._wanted.notify_all()
-
-    def _work_ahead(self) -> None:
-        while True:
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._todo and not self._waiting)
-                question = self._todo.pop()
-            with self._asking, contextlib.suppress(SubmissionError):
-                if self.peek(question) is None:
-                    self._ask(question, "")
-
-    def _ask(self, question: Question, load: str) -> Answer:
-        submission, case, layout = question
-        request = {
-            "source": submission.source, "sizes": case.extents(layout.num_padded_rows), "load": load,
-            "integers": {
-                "group_sizes": layout.sizes, "group_offsets": layout.offsets,
-                "group_padded_offsets": layout.padded_offsets, "group_idx_for_bx": layout.block_map,
-            },
-        }  # fmt: skip
-        timeout_s, self._warm = _TIMEOUT_S if self._warm else _START_S, False
-        found: Answer | SubmissionError
-        try:
-            found = tuple(_adapter().validate_python(self._child.ask(request, timeout_s=timeout_s)))
-            self._warm = True
-        except ChildError as error:
-            self._warm = not error.ending
-            why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
-            found = SubmissionError(f"{submission.name} cannot be followed: {why}")
-        self._known[(submission.source_hash, case, layout, load)] = found
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
-        if isinstance(found, SubmissionError):
-            raise found
-        return found
-
-
-_reader = functools.cache(_Reader)
-
-
-@functools.cache
-def _adapter() -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(list[Launch])
+_child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
+atexit.register(_child.close)
+_asking = threading.Lock()
+_warm = False  # whether the child has started
+_known: dict[object, Answer | SubmissionError] = {}
+_todo: list[Question] = []  # for when nobody waits
 
 
 def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load: str = "") -> Answer:
@@ -275,21 +214,66 @@ def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load:
     Raises:
         SubmissionError: for a file that cannot be parsed, fails, ends its process or does not come to an end.
     """
-    found = _reader().peek((submission, case, layout), load)
-    if found is None:
-        _ = submission.tree  # what is no Python needs no process
-        found = _reader().answer((submission, case, layout), load)
+    if (found := peek(submission, case, layout, load=load)) is not None:
+        return found
+    _ = submission.tree  # what is no Python needs no process
+    _todo.clear()
+    with _asking:
+        return _answer(submission, case, layout, load)
+
+
+def peek(submission: Submission, case: Case, layout: GroupedLayout, *, load: str = "") -> Answer | None:
+    """What :func:`launches` would answer or raise, if that is known by now; never waits."""
+    found = _known.get((submission.source_hash, case, layout, load))
+    if isinstance(found, SubmissionError):
+        raise found
     return found
 
 
-def peek(submission: Submission, case: Case, layout: GroupedLayout) -> Answer | None:
-    """What :func:`launches` would answer or raise, if that is known by now; never waits."""
-    return _reader().peek((submission, case, layout))
-
-
 def ahead(questions: Sequence[Question]) -> None:
-    """Work these out while nobody waits, the last one first; what was asked before and is not done yet is forgotten."""
-    _reader().ahead(questions)
+    """Work these out until somebody has to wait, the last one first; what was asked before is forgotten."""
+    _todo[:] = questions
+    threading.Thread(target=_work_ahead, name="moe_lab reader", daemon=True).start()
+
+
+def _work_ahead() -> None:
+    while _todo:
+        with _asking, contextlib.suppress(IndexError, SubmissionError):
+            _answer(*_todo.pop(), "")
+
+
+def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str) -> Answer:
+    global _warm
+    if (known := peek(submission, case, layout, load=load)) is not None:
+        return known
+    integers = {
+        "group_sizes": layout.sizes, "group_offsets": layout.offsets,
+        "group_padded_offsets": layout.padded_offsets, "group_idx_for_bx": layout.block_map,
+    }  # fmt: skip
+    sizes = case.extents(layout.num_padded_rows)
+    request = {"source": submission.source, "sizes": sizes, "integers": integers, "load": load}
+    timeout_s, _warm = _TIMEOUT_S if _warm else _START_S, False
+    found: Answer | SubmissionError
+    try:
+        found = tuple(_adapter().validate_python(_child.ask(request, timeout_s=timeout_s)))
+        _warm = True
+    except ChildError as error:
+        _warm = not error.ending
+        why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
+        found = SubmissionError(f"{submission.name} cannot be followed: {why}")
+    if len(_known) >= _KEPT:
+        _known.pop(next(iter(_known)))
+    _known[(submission.source_hash, case, layout, load)] = found
+    if isinstance(found, SubmissionError):
+        raise found
+    return found
+
+
+@functools.cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(list[Launch])
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
@@ -300,18 +284,10 @@ def read(
 ) -> Any:
     """Answer one question, as JSON. Call it in a process where no CPU meaning was applied."""
     _prepare()
-    found: list[Launch] = []
     asked = host.asked_for(source, sizes, integers, load=load)
-    for kernel, tensors in asked.launches:
-        names: list[tuple[Any, str]] = []
-        extents: dict[Any, int] = {}
-        for param, tensor in zip(kernel.function.params, tensors, strict=False):
-            buffer = kernel.function.buffer_map[param]
-            # A slice of an argument reads the argument.
-            own = (name for name, each in asked.arguments.items() if _storage(each) == _storage(tensor))
-            names.append((buffer, next(own, str(buffer.name))))
-            extents |= {dim: size for dim, size in zip(buffer.shape, tensor.shape, strict=False) if _kind(dim) == "Var"}
-        found += _Walk(kernel, names, extents).found
+    # A slice of an argument reads the argument.
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in asked.arguments.items()}
+    found = [each for kernel, tensors in asked.launches for each in _Walk(kernel, tensors, names).found]
     return _adapter().dump_python(found, mode="json")
 
 
@@ -322,10 +298,6 @@ def _prepare() -> None:
     host.accept_vendor_files()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
-
-
-def _storage(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _kind(node: Any) -> str:
@@ -344,13 +316,19 @@ def _once(values: Iterable[int]) -> tuple[int, ...]:
 class _Walk:
     """One PrimFunc with the tensors of one launch."""
 
-    def __init__(self, kernel: host.Kernel, tensors: list[tuple[Any, str]], extents: dict[Any, int]) -> None:
+    def __init__(self, kernel: host.Kernel, tensors: Sequence[Any], names: dict[int, str]) -> None:
         from tvm import arith, tirx
 
         self.functor, self.simplify = tirx.stmt_functor, arith.Analyzer().simplify
-        self.kernel, self.extents, self.tensors = kernel, extents, tensors
-        self.found: list[Launch] = []
+        self.kernel, self.found = kernel, list[Launch]()
+        self.tensors: dict[Any, str] = {}  # names of the buffers that stand for arguments
+        self.extents: dict[Any, int] = {}  # of their shapes
         self.elements = 0  # loops over single elements around a statement
+        for param, tensor in zip(kernel.function.params, tensors, strict=False):
+            buffer = kernel.function.buffer_map[param]
+            self.tensors[buffer] = names.get(tensor.untyped_storage()._cdata, str(buffer.name))
+            shape = zip(buffer.shape, tensor.shape, strict=False)
+            self.extents |= {dim: size for dim, size in shape if _kind(dim) == "Var"}
         self.launches(kernel.function.body, ())
 
     def number(self, expr: Any) -> Number:
@@ -376,7 +354,7 @@ class _Walk:
     def launch(self, block: Any, grid: tuple[Number, ...]) -> Launch:
         self.places: dict[Any, int] = {}
         self.buffers: list[Buffer] = []
-        for tensor, name in self.tensors:
+        for tensor, name in self.tensors.items():
             self.add(tensor, name, "global")
         body = tuple(self.block(block))
         attributes, configs = self.kernel.function.attrs, self.kernel.pass_configs
@@ -412,35 +390,43 @@ class _Walk:
         return self.nodes(block.body)
 
     def nodes(self, node: Any) -> list[Node]:
-        kind = _kind(node)
-        if kind == "SeqStmt":
-            return [each for part in node.seq for each in self.nodes(part)]
-        if kind == "SBlockRealize":
-            return self.block(node.block)
-        if kind == "IfThenElse":
-            other = [] if node.else_case is None else self.nodes(node.else_case)
-            return [*self.reads(node.condition), Branch(tuple(self.nodes(node.then_case)), tuple(other))]
-        if kind == "While":
-            trips = Unknown(f"`while {node.condition}` ends at run time")
-            return [Loop("", trips, None, (), tuple(self.nodes(node.body)))]
-        if kind == "For":
-            return [self.loop(node)]
-        if kind == "BufferStore":
-            return [self.store(node)]
-        if kind in ("Evaluate", "Bind"):
-            return self.call(node.value) if kind == "Evaluate" else self.reads(node.value)
+        match _kind(node):
+            case "SeqStmt":
+                return [each for part in node.seq for each in self.nodes(part)]
+            case "SBlockRealize":
+                return self.block(node.block)
+            case "IfThenElse":
+                other = [] if node.else_case is None else self.nodes(node.else_case)
+                return [*self.reads(node.condition), Branch((tuple(self.nodes(node.then_case)), tuple(other)))]
+            case "While":
+                trips = Unknown(f"`while {node.condition}` ends at run time")
+                return [Loop("", trips, None, (), (tuple(self.nodes(node.body)),))]
+            case "For":
+                return [self.loop(node)]
+            case "BufferStore":
+                return [self.store(node)]
+            case "Evaluate":
+                return self.call(node.value)
+            case "Bind":
+                return self.reads(node.value)
         return self.nodes(node.body) if hasattr(node, "body") else []
 
     def loop(self, node: Any) -> Node:
-        elements = int(node.kind) in (1, 2)  # T.Parallel, T.vectorized
+        trips, elements = self.number(node.extent), int(node.kind) in (1, 2)  # T.Parallel, T.vectorized
         self.elements += elements
         body = self.nodes(node.body)
         self.elements -= elements
-        if elements:
-            return _merged(body, self.number(node.extent))
-        notes = dict(node.annotations or {})
-        stages = int(notes["num_stages"]) if "num_stages" in notes else None
-        return Loop(str(node.loop_var.name), self.number(node.extent), stages, tuple(map(str, notes)), tuple(body))
+        if not elements:
+            notes = dict(node.annotations or {})
+            stages = int(notes["num_stages"]) if "num_stages" in notes else None
+            return Loop(str(node.loop_var.name), trips, stages, tuple(map(str, notes)), (tuple(body),))
+        # A loop nest over single elements is one statement.
+        ops = list(walk(body))
+        reads = _once(place for op in ops for place in op.reads)
+        writes = _once(place for op in ops for place in op.writes)
+        reading = {place: trips * count for place, count in moved(body).items()}
+        pure = bool(reading) and bool(writes) and all(op.pure_copy or not op.writes for op in ops)
+        return Op("other", reads, writes, reading, 0, pure)
 
     def touched(self, node: Any) -> list[int]:
         """Places of all buffers that an expression loads from, one for each load."""
@@ -450,17 +436,15 @@ class _Walk:
 
     def reads(self, expr: Any) -> list[Node]:
         """What an expression reads; of device memory only where every element reads it."""
-        found = [place for place in self.touched(expr) if self.elements or not self.in_memory(place)]
-        return [Op("other", _once(found), moved=self.loads(found))] if found else []
+        found = [place for place in self.touched(expr) if self.elements or self.scope(place) != "global"]
+        return [self.other(found)] if found else []
 
-    def loads(self, places: Sequence[int]) -> dict[int, Number]:
-        return dict(collections.Counter(filter(self.in_memory, places)))
+    def scope(self, place: int | None) -> str:
+        return "" if place is None else self.buffers[place].scope
 
-    def in_memory(self, place: int | None) -> bool:
-        return place is not None and self.buffers[place].scope == "global"
-
-    def is_shared(self, place: int | None) -> bool:
-        return place is not None and self.buffers[place].scope.startswith("shared")
+    def other(self, loads: Sequence[int], writes: tuple[int, ...] = (), pure_copy: bool = False) -> Op:
+        moved = Counter(place for place in loads if self.scope(place) == "global")
+        return Op("other", _once(loads), writes, dict(moved), 0, pure_copy)
 
     def store(self, node: Any) -> Op:
         target, value = self.places.get(node.buffer), node.value
@@ -468,8 +452,8 @@ class _Walk:
         while _kind(value) == "Cast":
             value = value.value
         source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
-        pure = self.is_shared(target) and self.in_memory(source)
-        return Op("other", _once(loads), () if target is None else (target,), self.loads(loads), 0, pure)
+        pure = self.scope(target).startswith("shared") and self.scope(source) == "global"
+        return self.other(loads, () if target is None else (target,), pure)
 
     def call(self, call: Any) -> list[Node]:
         regions = [arg for arg in getattr(call, "args", ()) if _operator(arg).endswith("region")]
@@ -482,29 +466,9 @@ class _Walk:
                 continue
             reads += [place] if access & 1 else []
             writes += [place] if access & 2 else []
-            if access == 1 and self.in_memory(place):
-                moved[place] = product(list(map(self.number, region.args[2:])))
+            if access == 1 and self.scope(place) == "global":
+                moved[place] = product(map(self.number, region.args[2:]))
         kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in _operator(call)), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
-        pure = kind == "copy" and bool(moved) and all(map(self.is_shared, writes))
+        pure = kind == "copy" and bool(moved) and all(self.scope(place).startswith("shared") for place in writes)
         return [Op(kind, _once(reads), _once(writes), moved, flops, pure)]
-
-
-def _merged(nodes: Sequence[Node], times: Number) -> Op:
-    """A loop nest over single elements as one statement."""
-    moved: dict[int, Number] = {}
-
-    def add(nodes: Sequence[Node], times: Number) -> None:
-        for node in nodes:
-            if not isinstance(node, Op):
-                for way in node.ways:
-                    add(way, product((times, node.trips)) if isinstance(node, Loop) else times)
-                continue
-            for place, count in node.moved.items():
-                moved[place] = total((moved.get(place, 0), product((times, count))))
-
-    add(nodes, times)
-    ops = list(walk(nodes))
-    reads, writes = _once(place for op in ops for place in op.reads), _once(place for op in ops for place in op.writes)
-    pure = bool(moved) and bool(writes) and all(op.pure_copy or not op.writes for op in ops)
-    return Op("other", reads, writes, moved, 0, pure)
