@@ -1,8 +1,8 @@
-"""What TileLang makes of a submission for a device that is not here: shared memory, threads, generated code.
+"""What a submission's host code asks TileLang for, and what TileLang makes of it for a device that is not here.
 
-A submission's host code runs in a child process (:mod:`moe_lab.model.host`); the kernels it asks for are lowered for
-the wanted target instead of compiled and run. That takes seconds and no GPU. Check a stranger's file against the rules
-first.
+``run_kernel`` is called in a child process with tensors that have a shape and no storage; the kernels that it asks for
+are noted, or lowered for a target instead of compiled and run, which takes seconds and no GPU. Check a stranger's file
+against the rules first.
 
 ``sm_80`` shows what a kernel needs without a Hopper's special treatment, ``sm_90a`` what an H200 gets. ``gfx90a`` has
 64 lanes in a wave and 64 KiB of shared memory for a block, as the C500 has: the nearest public stand-in for its
@@ -11,23 +11,27 @@ layout inference, and no more than a stand-in. ``cpu`` shows what runs with no G
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import os
+import pkgutil
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from moe_lab.machine import cpu
 from moe_lab.machine.child import Child, ChildError
-from moe_lab.model import host
 from moe_lab.model.roofline import balanced
-from moe_lab.problem.contract import Case
-from moe_lab.problem.errors import BackendError
+from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, Case
+from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
@@ -64,14 +68,7 @@ class LoweringError(BackendError):
     """
 
     def __init__(self, name: str, target: str, said: str, message: str | None = None) -> None:
-        """Find the words for a well-known refusal.
-
-        Args:
-            name: of the submission.
-            target: key of :data:`TARGETS`.
-            said: the first line of what came instead of kernels.
-            message: all of it, at most 20000 characters.
-        """
+        """Find the words for a refusal: the first line said instead of kernels, and all of the message."""
         self.name, self.target, self.said, self.message = name, target, said, message or said
         refused = ((re.search(pattern, said), words) for pattern, words, has in _REFUSALS if target not in has)
         #: What it uses and TileLang does not have for the target, in words; None if that is not the reason.
@@ -124,26 +121,26 @@ def lower_many(
     """
     results: list[list[LoweredKernel] | LoweringError] = []
     environment = {"TILELANG_DEFAULT_TARGET": None, "TILELANG_PRINT_ON_COMPILATION": "0"}
-    new_child = functools.partial(
-        Child, "moe_lab.model.lowering:lower_here", python=str(python), environment=environment
-    )
     deadline = time.monotonic() + timeout_s
-    # What a name means on a CPU stays so in its process: no other target may share it.
-    with new_child() as gpu, new_child() as cpu_only:
+    with contextlib.ExitStack() as children:
+        # What a name means on a CPU stays so in its process: no other target may share it.
+        gpu, cpu_only = (
+            children.enter_context(Child(f"{__name__}:lower_here", python=str(python), environment=environment))
+            for _ in range(2)
+        )
         for item in lowerings:
             sizes = item.case.extents(GroupedLayout(balanced(item.case)).num_padded_rows)
             request = {"source": item.submission.source, "target": item.target, "sizes": sizes}
             child = cpu_only if item.target == "cpu" else gpu
             try:
                 answer = child.ask(request, timeout_s=deadline - time.monotonic())
+                results.append([LoweredKernel(**{**kernel, "grid": tuple(kernel["grid"])}) for kernel in answer])
             except ChildError as error:
                 if error.ending.startswith("no answer"):
                     raise BackendError(f"got no answer in {timeout_s:.0f} s for {len(lowerings)} lowerings") from None
                 if "No module named" in error.message and (error.ending or str(error).startswith(_NO_TILELANG)):
                     raise BackendError(f"{python} cannot lower: {error}") from None
                 results.append(_lowering_error(item, error))
-                continue
-            results.append([LoweredKernel(**{**kernel, "grid": tuple(kernel["grid"])}) for kernel in answer])
     return results
 
 
@@ -158,6 +155,9 @@ def _lowering_error(item: Lowering, error: ChildError) -> LoweringError:
     return LoweringError(name, item.target, said, message)
 
 
+# --- in the child ----------------------------------------------------------------------------------------------------
+
+
 def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """The child's part: lower everything that the host code asks for in this process."""
     try:
@@ -168,11 +168,11 @@ def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict
     if target == "cpu":
         cpu.apply()
     else:
-        host.accept_vendor_files()
+        accept_vendor_files()
     where = tvm.target.Target(TARGETS[target])
     known = tvm.transform.PassContext.list_configs()
     with where:
-        asked = host.asked_for(source, sizes, {}, on_gpu=target != "cpu")
+        asked = asked_for(source, sizes, {}, on_gpu=target != "cpu")
     if not asked.kernels:
         raise BackendError("it launches no kernel")
     lowered: list[LoweredKernel] = []
@@ -206,3 +206,112 @@ def _describe(function: Any, source: str) -> LoweredKernel:
         str(attributes["global_symbol"]), dynamic + sizes["shared"], math.prod(threads),
         (blocks[0], blocks[1], blocks[2]), sizes["local"], source,
     )  # fmt: skip
+
+
+@dataclass
+class Kernel:
+    """One kernel that the host code would have compiled."""
+
+    function: Any  # TileLang's PrimFunc
+    pass_configs: dict[str, Any]  # of its @tilelang.jit, by their full names
+    target: str  # that @tilelang.jit names; empty if it names none
+
+
+@dataclass
+class Asked:
+    """What one call of ``run_kernel`` asks for."""
+
+    arguments: dict[str, Any]  # the ten tensors of the call, by name
+    kernels: list[Kernel] = field(default_factory=list)  # in the order in which they would be compiled
+    launches: list[tuple[Kernel, Sequence[Any]]] = field(default_factory=list)  # kernel and tensors, in order
+
+
+def asked_for(
+    source: str, sizes: Mapping[str, int], integers: Mapping[str, Sequence[int]], *, on_gpu: bool = True, load: str = ""
+) -> Asked:
+    """Call ``run_kernel`` once and note each kernel and each launch; nothing is lowered, compiled or run.
+
+    Args:
+        source: of the submission.
+        sizes: what the symbols of :data:`moe_lab.problem.contract.ARGUMENTS` stand for.
+        integers: contents of the index arrays by name, for host code that reads them; zeros where missing.
+        on_gpu: what the tensors answer to ``is_cuda``: host code may keep another kernel for a machine with no GPU.
+        load: "module:function" that makes ``run_kernel`` of a text and its path; plain execution by default.
+
+    Raises:
+        SubmissionError: for a file without ``run_kernel``.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class NoDevice(TorchFunctionMode):
+        """Host code that names a GPU gets tensors without storage, too."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+                return on_gpu
+            kwargs = dict(kwargs or {})
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
+
+    asked = Asked({})
+    for argument in ARGUMENTS:
+        shape, dtype = [sizes[extent] for extent in argument.shape], getattr(torch, argument.dtype)
+        tensor = torch.zeros(shape, dtype=dtype, device="cpu" if dtype is torch.int32 else "meta")
+        if argument.name in integers:
+            tensor.copy_(torch.tensor(integers[argument.name], dtype=dtype))
+        asked.arguments[argument.name] = tensor
+    # Noted where TileLang would compile; it reads the source of a kernel from its file.
+    noted = mock.patch.object(importlib.import_module("tilelang.jit"), "cached", functools.partial(_note, asked))
+    with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder, noted, NoDevice():
+        if load:
+            path = Submission(source).save(Path(folder, "submission.py"))
+            entry = pkgutil.resolve_name(load)(source, str(path))
+        else:
+            entry = Submission(source).execute(Path(folder)).get(ENTRY_POINT)
+        if not callable(entry):
+            raise SubmissionError(f"got no function {ENTRY_POINT}, expected one at module level")
+        entry(*asked.arguments.values())
+    return asked
+
+
+def _note(
+    asked: Asked, func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, target: Any = None, **other: Any
+) -> Any:
+    """Note a kernel, and make what notes its launches."""
+    import torch
+
+    configs = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
+    kernel = Kernel(func, configs, "" if target in (None, "auto") else str(target))
+    asked.kernels.append(kernel)
+
+    def launch(*tensors: Any) -> Any:
+        given, fresh = list(tensors), []
+        for index in [out_idx] if isinstance(out_idx, int) else out_idx or ():
+            buffer = func.buffer_map[func.params[index]]
+            shape, dtype = [int(extent) for extent in buffer.shape], getattr(torch, str(buffer.dtype))
+            fresh.append(torch.empty(shape, dtype=dtype, device="meta"))
+            given.insert(index % len(func.params), fresh[-1])
+        asked.launches.append((kernel, given))
+        return fresh[0] if len(fresh) == 1 else fresh or None
+
+    return launch
+
+
+@functools.cache
+def accept_vendor_files() -> None:
+    """Let files for a vendor's build be read: their keys, and their layouts, which change no sizes."""
+    language: Any = importlib.import_module("tilelang.language")
+    annotate = language.annotate_layout
+
+    def annotate_known(layouts: Any) -> Any:
+        known = {buffer: layout for buffer, layout in layouts.items() if layout is not None}
+        return annotate(known) if known else None
+
+    cpu.accept_other_builds(
+        lambda module, name: cpu.Refused(
+            f"got {module}.{name}, which only the vendor's own TileLang can lower", BackendError
+        )
+    )
+    language.annotate_layout = annotate_known

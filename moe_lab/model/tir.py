@@ -4,7 +4,7 @@
     peek(submission, case, layout)       the answer if it is known by now, else None: never waits
     ahead([(submission, case, layout)])  work these out while nobody waits, the last one first
 
-One warm child process calls ``run_kernel`` with tensors that have no storage (:mod:`moe_lab.model.host`) and walks
+One warm child process calls ``run_kernel`` with tensors that have no storage (:mod:`moe_lab.model.lowering`) and walks
 each PrimFunc; nothing is lowered. Host code runs there, bounded in time and memory: pass
 ``load="moe_lab.judge.sandbox:load"`` for a stranger's file. Answers are kept by source and sizes.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_lab.machine.child import Child, ChildError
-from moe_lab.model import host
+from moe_lab.model import lowering
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -284,7 +284,7 @@ def read(
 ) -> Any:
     """Answer one question, as JSON. Call it in a process where no CPU meaning was applied."""
     _prepare()
-    asked = host.asked_for(source, sizes, integers, load=load)
+    asked = lowering.asked_for(source, sizes, integers, load=load)
     # A slice of an argument reads the argument.
     names = {tensor.untyped_storage()._cdata: name for name, tensor in asked.arguments.items()}
     found = [each for kernel, tensors in asked.launches for each in _Walk(kernel, tensors, names).found]
@@ -295,7 +295,7 @@ def read(
 def _prepare() -> None:
     import tilelang  # noqa: F401
 
-    host.accept_vendor_files()
+    lowering.accept_vendor_files()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
 
@@ -316,7 +316,7 @@ def _once(values: Iterable[int]) -> tuple[int, ...]:
 class _Walk:
     """One PrimFunc with the tensors of one launch."""
 
-    def __init__(self, kernel: host.Kernel, tensors: Sequence[Any], names: dict[int, str]) -> None:
+    def __init__(self, kernel: lowering.Kernel, tensors: Sequence[Any], names: dict[int, str]) -> None:
         from tvm import arith, tirx
 
         self.functor, self.simplify = tirx.stmt_functor, arith.Analyzer().simplify
