@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,15 +18,6 @@ class Choice:
     value: LiteralValue  # what the source says
     values: tuple[LiteralValue, ...]  # offered, in order, `value` among them; if alone it is shown and not offered
     comment: str  # the comment above it in the source, empty if there is none
-
-
-def choices(submission: Submission) -> tuple[Choice, ...]:
-    """Every literal of a submission, in the order of the source."""
-    lines = submission.source.splitlines()
-    return tuple(
-        Choice(literal.name, literal.value, offered(literal.name, literal.value), _comment_above(lines, literal.line))
-        for literal in submission.literals.values()
-    )
 
 
 #: What the last word of a literal's name says about its values; everything else goes by the value alone.
@@ -43,14 +35,12 @@ _VOCABULARY: dict[str, tuple[LiteralValue, ...]] = {
 def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
     """Values worth trying in the place of one.
 
-    - A word of the field at the end of the name has its own values, see the table above.
-    - Otherwise the value's neighbours of the same kind: for a power of two from 16 on, as tile sides are, powers of two
-      from an eighth, at least 16, to four times the value; for another multiple of 16, as token tiles are, multiples
-      of 32, or of 16 if it is none of 32, up to twice the value; below 16, counts from 1 to twice the value, at least
-      to 4; for True or False, both.
-    - Anything else is a constant, not a tile: itself alone.
-
-    What is offered need not fit a card or be right: that is what the readout and the judge say.
+    A word of the field at the end of the name has its own values, see the table above. Otherwise they are the value's
+    neighbours of the same kind: of a power of two from 16 on, as tile sides are, powers of two from an eighth, at least
+    16, to four times the value; of another multiple of 16, as token tiles are, multiples of 32, or of 16 if it is none
+    of 32, up to twice the value; below 16, counts from 1 to twice the value, at least to 4; of True or False, both.
+    Anything else is a constant, not a tile: itself alone. What is offered need not fit a card or be right: that is
+    what the readout and the judge say.
 
     >>> offered("BLOCK_K", 128)
     (16, 32, 64, 128, 256, 512)
@@ -76,15 +66,22 @@ def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
     return tuple(range(unit, 2 * value + 1, unit)) if unit else (value,)
 
 
-def _comment_above(lines: Sequence[str], line: int) -> str:
-    """The comment above a literal, or above the run of literals that it belongs to."""
-    row = line - 2
-    while row >= 0 and "=" in lines[row] and not lines[row].startswith(("#", " ")):
-        row -= 1
-    last = row
-    while row >= 0 and lines[row].startswith("#"):
-        row -= 1
-    return " ".join(text.lstrip("# ").rstrip() for text in lines[row + 1 : last + 1])
+def choices(submission: Submission) -> tuple[Choice, ...]:
+    """Every literal of a submission, in the order of the source."""
+    lines = submission.source.splitlines()
+
+    def comment(line: int) -> str:
+        """The comment above a literal, or above the run of literals that it belongs to."""
+        above = lines[: line - 1]
+        while above and re.match(r"[^# ].*=", above[-1]):
+            above.pop()
+        start = next((at for at in range(len(above), 0, -1) if not above[at - 1].startswith("#")), 0)
+        return " ".join(text.lstrip("# ").rstrip() for text in above[start:])
+
+    return tuple(
+        Choice(literal.name, literal.value, offered(literal.name, literal.value), comment(literal.line))
+        for literal in submission.literals.values()
+    )
 
 
 def grid(offers: Mapping[str, Sequence[LiteralValue]]) -> Iterator[dict[str, LiteralValue]]:

@@ -15,8 +15,7 @@ from moe_lab.problem.contract import BLOCK_TOKEN, Case
 from moe_lab.problem.errors import ContractError
 from moe_lab.problem.layout import GroupedLayout, group_sizes
 
-#: Bytes of one fp16 number: every large tensor of the contract.
-_FP16 = 2
+_FP16 = 2  # bytes of a number of every large tensor of the contract
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,6 @@ class Work:
     weight_bytes: float  # weights read from device memory
     activation_bytes: int  # tokens and hidden read, hidden and results written
     padded_flops: int  # what is computed if every row of every block is: at least `flops`
-
-    def __add__(self, other: Work) -> Work:
-        """Two stages together."""
-        return Work(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def bytes(self) -> float:
@@ -53,7 +48,7 @@ class CaseWork:
     @property
     def whole(self) -> Work:
         """Both stages."""
-        return self.stage1 + self.stage2
+        return Work(*map(sum, zip(astuple(self.stage1), astuple(self.stage2), strict=True)))
 
 
 def work(
@@ -62,16 +57,15 @@ def work(
     """Count the useful operations and compulsory bytes of a case.
 
     Stage 1 does 4*H*I*N operations, stage 2 does 2*H*I*N. Bytes are fp16: gate, up and down weights once, tokens read,
-    hidden written and read, results written. The route weights (4 bytes a row) and the few integers are left out: less
-    than 0.01% of it. The hidden activation counts because two stages pass it through memory; a cache that kept all of
-    it would save 4% of the bytes in case 1 and 1% in the others.
+    hidden written and read, results written. Route weights and the few integers are left out: less than 0.01% of it.
+    The hidden activation counts because two stages pass it through memory; a cache that kept all of it would save 4%
+    of the bytes in case 1 and 1% in the others.
 
     Args:
         case: sizes.
         sizes: valid rows of each expert, E integers that sum to N; balanced by default. Experts with no row read no
             weight.
-        weight_passes: how often each weight crosses device memory, at least 1; 2 is a kernel that reads the weights
-            once for each of two row blocks and finds nothing in the cache.
+        weight_passes: how often each weight crosses device memory, at least 1.
         block: rows of a block, for ``padded_flops``.
 
     Raises:
@@ -87,19 +81,18 @@ def work(
     """
     if weight_passes < 1:
         raise ContractError(f"got weight_passes={weight_passes}, expected at least 1: each weight is needed once")
-    experts, hidden, inter, rows = case.num_experts, case.hidden, case.intermediate, case.num_tokens
-    busy = experts if sizes is None else sum(1 for size in sizes if size)
+    weights, inner = case.hidden * case.intermediate, case.hidden + case.intermediate
     layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case), block=block)
-    if layout.num_experts != experts or layout.num_rows != rows:
+    rows, busy = layout.num_rows, layout.num_experts if sizes is None else sum(map(bool, layout.sizes))
+    if (layout.num_experts, rows) != (case.num_experts, case.num_tokens):
         raise ContractError(
-            f"got {layout.num_experts} sizes with {layout.num_rows} rows, expected {experts} sizes with {rows} rows, "
-            f"the experts and raw rows of {case.name}"
+            f"got {layout.num_experts} sizes with {rows} rows, expected {case.num_experts} sizes with "
+            f"{case.num_tokens} rows, the experts and raw rows of {case.name}"
         )
 
     def stage(matrices: int) -> Work:
-        weights, activations = matrices * hidden * inter, rows * (hidden + inter)
-        computed = 2 * weights * layout.num_padded_rows
-        return Work(2 * weights * rows, weights * busy * _FP16 * weight_passes, activations * _FP16, computed)
+        flops, each = 2 * matrices * weights, matrices * weights * busy * _FP16
+        return Work(flops * rows, each * weight_passes, rows * inner * _FP16, flops * layout.num_padded_rows)
 
     return CaseWork(stage(2), stage(1))
 

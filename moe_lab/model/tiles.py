@@ -15,6 +15,7 @@ from typing import Any
 
 from moe_lab.machine.devices import Device
 from moe_lab.model import tir
+from moe_lab.model.lowering import Lowering, LoweringError, lower_many
 from moe_lab.model.roofline import balanced, work
 from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, product, total, walk
 from moe_lab.problem.contract import Case
@@ -348,56 +349,51 @@ def fit(found: Resources, device: Device) -> Fit:
 
 
 def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
-    where, stage = device.title, f"stage {kernel.stage}"
+    where, stage, lanes = device.title, f"stage {kernel.stage}", device.lanes
     shared, threads, registers = kernel.shared_bytes, kernel.threads, kernel.fragment_registers
-    waves = math.ceil(threads / device.lanes)
-    wrong = {
-        f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {device.shared_per_block_bytes}":
-            (shared or 0) > device.shared_per_block_bytes,
-        f"{stage} keeps at least {registers} registers a thread in fragments, the {where} has "
-        f"{device.registers_per_thread}: the rest goes to memory": (registers or 0) > device.registers_per_thread,
-        f"{stage} has {threads} threads a block, the {where} takes {device.most_threads_per_block}":
-            threads > device.most_threads_per_block,
-        f"{stage} has {threads} threads, no multiple of the {where}'s waves of {device.lanes} lanes":
-            threads % device.lanes or threads < 1,
-    }  # fmt: skip
-    reasons = tuple(reason for reason, applies in wrong.items() if applies)
-    limits = {"threads": device.threads_per_processor // max(1, waves * device.lanes)}
+    waves = math.ceil(threads / lanes)
+    reasons, limits = [], {"threads": device.threads_per_processor // max(1, waves * lanes)}
     if shared:
-        each = shared + device.shared_reserved_per_block_bytes
-        limits["shared memory"] = device.shared_per_processor_bytes // each
+        limits["shared memory"] = device.shared_per_processor_bytes // (shared + device.shared_reserved_per_block_bytes)
+        if shared > (most := device.shared_per_block_bytes):
+            reasons.append(f"{stage} needs {shared} bytes of shared memory, a block of the {where} has {most}")
     if registers:
-        limits["registers"] = device.registers_per_processor // max(1, registers * waves * device.lanes)
+        limits["registers"] = device.registers_per_processor // max(1, registers * waves * lanes)
+        if registers > (most := device.registers_per_thread):
+            kept = f"keeps at least {registers} registers a thread in fragments"
+            reasons.append(f"{stage} {kept}, the {where} has {most}: the rest goes to memory")
+    if threads > (most := device.most_threads_per_block):
+        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
+    if threads % lanes or threads < 1:
+        reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {lanes} lanes")
     resident = 0 if reasons else None if None in (shared, registers) else min(limits.values())
     limited_by = "" if reasons else min(limits, key=lambda key: limits[key])
     grid_waves = kernel.blocks / (resident * device.processors) if resident and kernel.blocks else None
-    return KernelFit(kernel, reasons, waves, resident, limited_by, grid_waves)
+    return KernelFit(kernel, tuple(reasons), waves, resident, limited_by, grid_waves)
 
 
 def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
     """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
-    sizes = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
-    figures = ("reasons", "waves_of_threads", "blocks_per_processor", "limited_by", "grid_waves", "wave_efficiency")
-    devices = [
-        {
-            "device": item.device.name,
-            "fits": item.fits,
-            "kernels": [
-                {"stage": part.kernel.stage, **{name: getattr(part, name) for name in figures}} for part in item.kernels
-            ],
-        }
-        for item in fits
-    ]
+
+    case = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
+
+    def figures(part: KernelFit) -> dict[str, Any]:
+        own = {name: value for name, value in vars(part).items() if name != "kernel"}
+        return {"stage": part.kernel.stage, **own, "wave_efficiency": part.wave_efficiency}
+
     return {
         "submission": found.submission.name,
         "source_hash": found.submission.source_hash,
-        "case": {name: getattr(found.case, name) for name in sizes},
+        "case": {name: getattr(found.case, name) for name in case},
         "group_sizes": found.layout.sizes,
         "padding_waste": found.layout.waste,
         "work_ratio": found.work_ratio,
         "weight_passes": found.weight_passes(),
         "kernels": [asdict(kernel) for kernel in found.kernels],
-        "devices": devices,
+        "devices": [
+            {"device": item.device.name, "fits": item.fits, "kernels": list(map(figures, item.kernels))}
+            for item in fits
+        ],
         "unknown": found.unknown,
     }
 
@@ -412,17 +408,13 @@ def lowered_figures(submission: Submission, case: Case, device: Device) -> list[
         One entry a target: "target", "stand_in" (whether the target is another card's), "error" (None or TileLang's
         reason) and "kernels", each with name, shared_bytes, threads and grid.
     """
-    from moe_lab.model.lowering import Lowering, LoweringError, lower_many
-
     targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
     targets += ["gfx90a"] if device.lanes == 64 else []
     found: list[dict[str, Any]] = []
     answers = lower_many([Lowering(submission, case, target) for target in targets])
     for target, answer in zip(targets, answers, strict=True):
-        error = str(answer) if isinstance(answer, LoweringError) else None
-        kernels = [
-            {name: getattr(kernel, name) for name in ("name", "shared_bytes", "threads", "grid")}
-            for kernel in ([] if isinstance(answer, LoweringError) else answer)
-        ]
-        found.append({"target": target, "stand_in": target != device.architecture, "error": error, "kernels": kernels})
+        kernels, error = ([], str(answer)) if isinstance(answer, LoweringError) else (answer, None)
+        names = ("name", "shared_bytes", "threads", "grid")
+        figures = [{name: getattr(kernel, name) for name in names} for kernel in kernels]
+        found.append({"target": target, "stand_in": target != device.architecture, "error": error, "kernels": figures})
     return found
