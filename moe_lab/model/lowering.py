@@ -214,7 +214,6 @@ class Kernel:
 
     function: Any  # TileLang's PrimFunc
     pass_configs: dict[str, Any]  # of its @tilelang.jit, by their full names
-    target: str  # that @tilelang.jit names; empty if it names none
 
 
 @dataclass
@@ -277,13 +276,13 @@ def asked_for(
 
 
 def _note(
-    asked: Asked, func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, target: Any = None, **other: Any
-) -> Any:
+    asked: Asked, func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, **other: Any
+) -> Callable[..., Any]:
     """Note a kernel, and make what notes its launches."""
     import torch
 
     configs = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
-    kernel = Kernel(func, configs, "" if target in (None, "auto") else str(target))
+    kernel = Kernel(func, configs)
     asked.kernels.append(kernel)
 
     def launch(*tensors: Any) -> Any:

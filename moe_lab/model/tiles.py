@@ -17,7 +17,7 @@ from moe_lab.machine.devices import Device
 from moe_lab.model import tir
 from moe_lab.model.lowering import Lowering, LoweringError, lower_many
 from moe_lab.model.roofline import balanced, work
-from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, product, total, walk
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, total, walk
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -137,7 +137,7 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
             return None
         return value
 
-    grid, blocks, body = tuple(known(extent, "the grid") for extent in launch.grid), product(launch.grid), launch.body
+    grid, blocks, body = tuple(known(extent, "the grid") for extent in launch.grid), math.prod(launch.grid), launch.body
     placed, shared = _place(launch)
     shared_bytes = known(shared, "the shared memory")
     accumulators, fragments = _registers(launch, known)

@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import functools
 import math
-import operator
 import re
 import resource
 import threading
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+
+from pydantic import TypeAdapter
 
 from moe_lab.machine.child import Child, ChildError
 from moe_lab.model import lowering
@@ -68,7 +69,7 @@ class Buffer:
     @property
     def size_bytes(self) -> Number:
         """Bytes of one copy of it."""
-        return (product(self.shape) * dtype_bits(self.dtype) + 7) // 8
+        return (math.prod(self.shape) * dtype_bits(self.dtype) + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ class Call:
     """One intrinsic that a launch calls, other than arithmetic."""
 
     name: str  # of TileLang's operator, such as "tl.tileop.async_copy" or "tirx.call_extern"
-    text: str = ""  # its first argument that is text, such as the function's name
-    buffers: tuple[str, ...] = ()  # names of what it touches
+    text: str  # its first argument that is text, such as the function's name
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ class Launch:
     name: str  # of the kernel's function
     grid: tuple[Number, ...]  # blocks along each axis
     threads: int  # of a block
-    target: str  # that its @tilelang.jit names; empty if it names none
-    pass_configs: dict[str, Any]  # of the same, by name, in lower case with "_" for "."
+    pass_configs: dict[str, Any]  # of its @tilelang.jit, by name, in lower case with "_" for "."
     source: str  # device code that the kernel brings along (T.import_source); empty as a rule
     calls: tuple[Call, ...]  # its intrinsics, each once
     buffers: tuple[Buffer, ...]  # the tensors it is given, then what it allocates, in order
@@ -169,15 +168,6 @@ def moved(nodes: Sequence[Node]) -> dict[int, Number]:
     return {place: of(place) for place in _once(place for op in walk(nodes) for place in op.moved)}
 
 
-def product(values: Iterable[Number]) -> Number:
-    """Product of numbers.
-
-    >>> product((2, 3))
-    6
-    """
-    return functools.reduce(operator.mul, values, 1)
-
-
 def dtype_bits(dtype: str) -> Number:
     """Bits of one element.
 
@@ -192,6 +182,7 @@ def dtype_bits(dtype: str) -> Number:
 
 Question = tuple[Submission, Case, GroupedLayout]
 Answer = tuple[Launch, ...]
+_ANSWER = TypeAdapter(list[Launch])
 
 
 _child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
@@ -255,7 +246,7 @@ def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str
     timeout_s, _warm = _TIMEOUT_S if _warm else _START_S, False
     found: Answer | SubmissionError
     try:
-        found = tuple(_adapter().validate_python(_child.ask(request, timeout_s=timeout_s)))
+        found = tuple(_ANSWER.validate_python(_child.ask(request, timeout_s=timeout_s)))
         _warm = True
     except ChildError as error:
         _warm = not error.ending
@@ -267,13 +258,6 @@ def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str
     if isinstance(found, SubmissionError):
         raise found
     return found
-
-
-@functools.cache
-def _adapter() -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(list[Launch])
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
@@ -288,7 +272,7 @@ def read(
     # A slice of an argument reads the argument.
     names = {tensor.untyped_storage()._cdata: name for name, tensor in asked.arguments.items()}
     found = [each for kernel, tensors in asked.launches for each in _Walk(kernel, tensors, names).found]
-    return _adapter().dump_python(found, mode="json")
+    return _ANSWER.dump_python(found, mode="json")
 
 
 @functools.cache
@@ -342,62 +326,55 @@ class _Walk:
     def launches(self, node: Any, grid: tuple[Number, ...]) -> None:
         """Each nest of loops over blockIdx is a launch."""
         kind = _kind(node)
-        node = node.block if kind == "SBlockRealize" else node
-        if kind == "SBlockRealize" and "tl.launch_threads" in node.annotations:
+        if kind == "SBlockRealize" and "tl.launch_threads" in node.block.annotations:
             self.found.append(self.launch(node, grid))
         elif kind == "For" and node.thread_binding is not None:
             self.launches(node.body, (*grid, self.number(node.extent)))
         else:
-            for each in node.seq if kind == "SeqStmt" else [node.body] if hasattr(node, "body") else []:
+            inner = node.block if kind == "SBlockRealize" else node
+            for each in node.seq if kind == "SeqStmt" else [inner.body] if hasattr(inner, "body") else []:
                 self.launches(each, grid)
 
-    def launch(self, block: Any, grid: tuple[Number, ...]) -> Launch:
+    def launch(self, node: Any, grid: tuple[Number, ...]) -> Launch:
         self.places: dict[Any, int] = {}
         self.buffers: list[Buffer] = []
         for tensor, name in self.tensors.items():
             self.add(tensor, name, "global")
-        body = tuple(self.block(block))
-        attributes, configs = self.kernel.function.attrs, self.kernel.pass_configs
+        body, notes, attributes = tuple(self.nodes(node)), node.block.annotations, self.kernel.function.attrs
+        calls: dict[Call, None] = {}
+
+        def note(node: Any) -> None:
+            name = _operator(node) if _kind(node) == "Call" else ""
+            if name and not name.endswith(("region", "access_ptr", "type_annotation")):
+                calls[Call(name, next((str(each.value) for each in node.args if _kind(each) == "StringImm"), ""))] = (
+                    None
+                )
+
+        self.functor.post_order_visit(node, note)
         return Launch(
             str(attributes["global_symbol"]) if "global_symbol" in attributes else "", grid,
-            math.prod(map(int, block.annotations["tl.launch_threads"])), self.kernel.target,
-            {name.lower().replace(".", "_"): value for name, value in configs.items()},
-            str(block.annotations.get("pragma_import_c", "")), tuple(self.calls(block)), tuple(self.buffers), body,
+            math.prod(map(int, notes["tl.launch_threads"])),
+            {name.lower().replace(".", "_"): value for name, value in self.kernel.pass_configs.items()},
+            str(notes.get("pragma_import_c", "")), tuple(calls), tuple(self.buffers), body,
         )  # fmt: skip
 
     def add(self, buffer: Any, name: str, scope: str) -> None:
         self.places[buffer] = len(self.buffers)
         self.buffers.append(Buffer(name, scope, tuple(map(self.number, buffer.shape)), str(buffer.dtype)))
 
-    def calls(self, block: Any) -> dict[Call, None]:
-        found: dict[Call, None] = {}
-
-        def note(node: Any) -> None:
-            name = _operator(node) if _kind(node) == "Call" else ""
-            if name and not name.endswith(("region", "access_ptr", "type_annotation")):
-                text = next((str(each.value) for each in node.args if _kind(each) == "StringImm"), "")
-                touched = (self.buffers[place].name for place in self.touched(node))
-                found.setdefault(Call(name, text, tuple(dict.fromkeys(touched))))
-
-        self.functor.post_order_visit(block, note)
-        return found
-
-    def block(self, block: Any) -> list[Node]:
-        for each in block.alloc_buffers:
-            scope = each.scope().replace("local.fragment", "fragment")
-            if scope in ("fragment", "local", "shared", "shared.dyn"):  # no barriers, no single variables
-                self.add(each, str(each.name), scope)
-        return self.nodes(block.body)
-
     def nodes(self, node: Any) -> list[Node]:
         match _kind(node):
             case "SeqStmt":
                 return [each for part in node.seq for each in self.nodes(part)]
             case "SBlockRealize":
-                return self.block(node.block)
+                for each in node.block.alloc_buffers:
+                    scope = each.scope().replace("local.fragment", "fragment")
+                    if scope in ("fragment", "local", "shared", "shared.dyn"):  # no barriers, no single variables
+                        self.add(each, str(each.name), scope)
+                return self.nodes(node.block.body)
             case "IfThenElse":
-                other = [] if node.else_case is None else self.nodes(node.else_case)
-                return [*self.reads(node.condition), Branch((tuple(self.nodes(node.then_case)), tuple(other)))]
+                then, other = self.nodes(node.then_case), self.nodes(node.else_case)
+                return [*self.reads(node.condition), Branch((tuple(then), tuple(other)))]
             case "While":
                 trips = Unknown(f"`while {node.condition}` ends at run time")
                 return [Loop("", trips, None, (), (tuple(self.nodes(node.body)),))]
@@ -467,7 +444,7 @@ class _Walk:
             reads += [place] if access & 1 else []
             writes += [place] if access & 2 else []
             if access == 1 and self.scope(place) == "global":
-                moved[place] = product(map(self.number, region.args[2:]))
+                moved[place] = math.prod(map(self.number, region.args[2:]))
         kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in _operator(call)), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
         pure = kind == "copy" and bool(moved) and all(self.scope(place).startswith("shared") for place in writes)
