@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from moe_lab.lesson import kernels
 from moe_lab.problem.contract import CASES, Case, data_dir
 from moe_lab.problem.errors import DataError, ExerciseError
 
@@ -48,9 +49,14 @@ class Exercise:
     mistakes: dict[str, str]
     lesson: str
     probes: Sequence[str] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)  # of a kernel, as Python over the names of a probe
+    build: str = ""  # what its builder is called with
+    reference: str = ""  # what its last argument holds afterwards
 
     def run(self, code: str) -> Any:
-        """Execute ``code`` and return what it bound to ``answer``."""
+        """Execute ``code`` and return what it bound to ``answer``; a kernel's source runs in a process of its own."""
+        if self.kind == "kernel":
+            return code
         namespace = dict(_NAMES)
         exec(code, namespace)
         return namespace[self.answer]
@@ -140,12 +146,12 @@ def _judged(source: str) -> _Outcome:
 
 
 #: What each kind of exercise compares: given the exercise and an answer, what was asked and what came back for each
-#: probe. The reader's answer, the solution and each mistake go through it alike. A further kind is one more function; a
-#: kernel's would compile the answer, take its probes for shapes, and give back tensors.
+#: probe. The reader's answer, the solution and each mistake go through it alike.
 KINDS: dict[str, Callable[[Exercise, Any], Observation]] = {
     "value": _of_a_value,
     "function": _of_a_function,
     "cheat": _of_a_cheat,
+    "kernel": kernels.observe,
 }
 
 
@@ -169,18 +175,25 @@ def check(key: str, answer: Any) -> None:
     exercise = EXERCISES.get(key)
     if exercise is None:
         raise ExerciseError(f"got exercise {key!r}, expected one of {', '.join(EXERCISES)}")
-    got = _try(exercise, answer)
-    gap = _has_gap(answer)
-    # A solution may take a run of the judge to observe: not for a gap that says so itself.
-    untouched = gap and (isinstance(got, Exception) or any(item is ... for _, item in got))
-    if not untouched and _same(got, expected := exercise.observe(exercise.run(exercise.solution))):
+    solved = kernels.solved if exercise.kind == "kernel" else _solved
+    if solved(exercise, answer):
         print(f"Right. {exercise.lesson}")
-    elif gap:
+    else:
         print(
             "Not filled in yet: replace the ... above and run this cell again. Three hints and the solution are below."
         )
-    else:
-        raise _explain(exercise, got, expected)
+
+
+def _solved(exercise: Exercise, answer: Any) -> bool:
+    """Whether the gap is filled with what behaves like the solution; anything else that fills it raises."""
+    got, gap = _try(exercise, answer), _has_gap(answer)
+    # A solution may take a run of the judge to observe: not for a gap that says so itself.
+    untouched = gap and (isinstance(got, Exception) or any(item is ... for _, item in got))
+    if not untouched and _same(got, expected := exercise.observe(exercise.run(exercise.solution))):
+        return True
+    if gap:
+        return False
+    raise _explain(exercise, got, expected)
 
 
 def _try(exercise: Exercise, answer: Any) -> Observation | Exception:

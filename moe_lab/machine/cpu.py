@@ -41,7 +41,7 @@ from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import BackendError, UnsupportedOnCPUError
 
 #: Optimise, for this machine. Never -ffast-math: it assumes there is no NaN, and NaN is what the judge poisons with.
-COMPILE_FLAGS = ("-O3", "-march=native")
+COMPILE_FLAGS: tuple[str, ...] = ("-O3", "-march=native")
 
 _OLDEST = (0, 1, 15)  # the first TileLang whose C backend this module was written for and tested with
 # Namespaces that a submission reads names from.

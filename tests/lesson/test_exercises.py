@@ -35,7 +35,7 @@ def test_untouched_gap_is_met_kindly(exercise: Exercise, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_usual_mistake_is_named(exercise: Exercise, mistake: str) -> None:
-    with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised") as caught:
+    with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised|: at `") as caught:
         check(exercise.key, exercise.run(exercise.mistakes[mistake]))
     assert caught.value.mistake == mistake
     assert str(caught.value).endswith(f". This is what comes out if {mistake}.")
@@ -49,6 +49,8 @@ def test_is_complete_and_its_mistakes_differ(exercise: Exercise) -> None:
     assert exercise.answer in exercise.gap
     # The cell shows the gap, so the solution must start from the same lines.
     assert exercise.gap.splitlines()[0].split("=")[0] == exercise.solution.splitlines()[0].split("=")[0]
+    if exercise.kind == "kernel":  # each mistake is named above, so no two do the same
+        return
     seen = [_behaviour(exercise, code) for code in (exercise.solution, *exercise.mistakes.values())]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
 
