@@ -156,11 +156,11 @@ def _wrong(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _error_map(wrong: torch.Tensor, title: str) -> tuple[Figure, str]:
-    places = torch.atleast_2d(wrong)
+    places, colours = torch.atleast_2d(wrong).numpy(), ListedColormap([PALE, RED])
     figure, (axes,) = canvas(5.0, 0.8 if len(places) == 1 else 3.2)
-    axes.imshow(places.numpy(), cmap=ListedColormap([PALE, RED]), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axes.imshow(places, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     axes.set(title=title, xlabel="column", ylabel="row")
-    return figure, f"Map of the destination: {int(places.sum())} of {places.numel()} places are wrong, shown in red."
+    return figure, f"Map of the destination: {int(places.sum())} of {places.size} places are wrong, shown in red."
 
 
 def _arguments(exercise: Exercise, probe: str, *, reference: bool = False) -> tuple[dict[str, Any], Any]:

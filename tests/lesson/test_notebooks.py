@@ -295,7 +295,10 @@ def test_setup_cell_imports_what_the_exercises_use(path) -> None:
     known = here | set(dir(builtins))
     for exercise in of_notebook(path.stem):
         names = [node for node in ast.walk(ast.parse(exercise.solution)) if isinstance(node, (ast.Name, ast.arg))]
-        bound = {_name(node) for node in names if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)}
+        functions = {node.name for node in ast.walk(ast.parse(exercise.solution)) if isinstance(node, ast.FunctionDef)}
+        bound = functions | {
+            _name(node) for node in names if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
+        }
         assert {_name(node) for node in names} - bound <= known, exercise.key
 
 
