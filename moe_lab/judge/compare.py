@@ -1,8 +1,6 @@
-"""Comparing one call's ``out`` with the truth, on every row, under two tolerances.
+"""Comparing one call's ``out`` with the truth, on every row, under the contest's tolerance and a strict bound.
 
-The contest's own tolerance (0.05 absolute and relative) passes a kernel that drops low bits or, on small values, one
-that returns zeros. The strict bound has no scale of its own: a row may differ from the truth by what rounding to fp16
-explains, measured by the row's own norm.
+The contest's 0.05 passes zeros where values are small; the bound is what rounding to fp16 explains of a row's norm.
 """
 
 from __future__ import annotations
@@ -17,23 +15,17 @@ from moe_lab.judge.verdict import Failure
 from moe_lab.problem.contract import JUDGE_TOLERANCE
 from moe_lab.problem.inputs import Inputs
 
-#: Unit roundoff of fp16 and half its smallest step.
-_FP16_ROUNDOFF = 2.0**-11
-_FP16_HALF_STEP = 2.0**-25
+_FP16_ROUNDOFF, _FP16_HALF_STEP = 2.0**-11, 2.0**-25
 #: A row's error may be this many unit roundoffs. Rounding once costs a row 0.42 of a unit (mean over the mantissas), so
 #: rounding hidden and out costs 0.6 and rounding gate and up as well 0.85, while one rounding to bf16 costs 3.4.
 _ROUNDOFFS = 2.0
 #: Bias of fp32 sums inside the matrix units: one step of 8 products may lose a whole bit instead of half.
-_FP32_STEP = 2.0**-23
-_PRODUCTS_PER_STEP = 8
+_FP32_STEP, _PRODUCTS_PER_STEP = 2.0**-23, 8
 #: An element may exceed the row's root mean square error by this factor: five standard deviations and some tail.
 _ELEMENT_FACTOR = 10.0
-#: Absolute parts of the bound are standard deviations of a uniform error, and this many of them are allowed.
-_DEVIATIONS = 4.0
-#: A row's relative error is only reported where less than this part of its bound is absolute.
-_SIZEABLE = 0.1
-#: Columns of one tile of the error map.
-MAP_COLUMNS = 16
+_DEVIATIONS = 4.0  # absolute parts of the bound are standard deviations of a uniform error; this many are allowed
+_SIZEABLE = 0.1  # a row's relative error is only reported where less than this part of its bound is absolute
+_MAP_COLUMNS = 16  # of one tile of the error map
 
 
 @dataclass(frozen=True)
@@ -56,22 +48,16 @@ class Comparison:
 
 
 def row_bound(inputs: Inputs, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a row of the result may differ by, as a Frobenius norm: two parts, each (N,) fp32.
+    """What a row may differ by from the truth (N, H) fp32, as a Frobenius norm: two parts, each (N,) fp32.
 
     The relative part: rounding to fp16, and fp32 accumulation over H and then I. The absolute part: values below
     fp16's normal range lose a constant half step each, in the hidden activation (carried through ``down_w``) and in
     ``out``.
-
-    Args:
-        inputs: of the call.
-        truth: (N, H) fp32.
     """
     case, sizes = inputs.case, inputs.layout.sizes
     # Mean squared norm of a row of down_w is what a random error of the hidden activation is multiplied by.
-    gains = [
-        float(inputs.down_w[e].float().square().sum()) / case.hidden if size else 0 for e, size in enumerate(sizes)
-    ]
-    gain = torch.repeat_interleave(torch.tensor(gains), torch.tensor(sizes)).to(truth.device)
+    squares = [float(w.float().square().sum()) if size else 0 for w, size in zip(inputs.down_w, sizes, strict=True)]
+    gain = torch.repeat_interleave(torch.tensor(squares) / case.hidden, torch.tensor(sizes)).to(truth.device)
     weights = inputs.routed_expert_weights.float()
     deviation = _FP16_HALF_STEP / 3**0.5 * case.hidden**0.5 * (1 + weights.square() * gain).sqrt()
     steps = (case.hidden + case.intermediate) / _PRODUCTS_PER_STEP
@@ -79,13 +65,7 @@ def row_bound(inputs: Inputs, truth: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Comparison:
-    """Compare every row.
-
-    Args:
-        inputs: of the call, untouched.
-        out: (P, H) fp16 after the call.
-        truth: (N, H) fp32, raw order.
-    """
+    """Compare every row of ``out`` (P, H) fp16 after a call with the truth (N, H) fp32 in raw order."""
     rows = inputs.valid_rows
     got = out[rows].float()
     finite = torch.isfinite(got)
@@ -118,15 +98,8 @@ def compare(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> Compariso
 
 
 def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result: Comparison, call: int) -> Failure:
-    """Where the first wrong element of a call is.
-
-    Args:
-        inputs, out, truth: as for :func:`compare`.
-        result: what it returned; must not have passed.
-        call: number of the call.
-    """
-    layout = inputs.layout
-    raw, expected, rows = None, 0.0, layout.num_padded_rows - layout.num_rows
+    """Where the first wrong element of a call is, of a comparison that did not pass."""
+    layout, expected, raw = inputs.layout, 0.0, None
     if result.wrong_rows.any():
         raw = int(torch.nonzero(result.wrong_rows)[0])
         stored, padded = int(inputs.valid_rows[raw]), layout.raw_to_padded[raw]
@@ -136,14 +109,15 @@ def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result
         expected, wrong, rows = float(truth[raw, column]), int(result.wrong_rows.sum()), layout.num_rows
         if not torch.isfinite(out[inputs.valid_rows[result.wrong_rows]]).all():
             what = "valid rows hold NaN or Inf"
-        elif not result.judge_rows.any():
-            what = "valid rows are inside the contest's tolerance and outside what fp16 rounding explains"
-        else:
+        elif result.judge_rows.any():
             what = "valid rows are wrong"
+        else:
+            what = "valid rows are inside the contest's tolerance and outside what fp16 rounding explains"
     else:
         stored = padded = int(result.padding_rows[0])
-        column = int(torch.nonzero(out[padded] != 0).flatten()[0])
-        what, wrong = "padding rows of out are not zero", result.padding_rows.numel()
+        column = int(torch.nonzero(out[padded] != 0)[0])
+        wrong, rows = result.padding_rows.numel(), layout.num_padded_rows - layout.num_rows
+        what = "padding rows of out are not zero"
     got, block = float(out[stored, column]), padded // layout.block
     expert = layout.block_map[block]
     return Failure(
@@ -154,19 +128,14 @@ def first_failure(inputs: Inputs, out: torch.Tensor, truth: torch.Tensor, result
 
 
 def error_map(inputs: Inputs, out: torch.Tensor, result: Comparison) -> np.ndarray:
-    """Error over strict bound by row and tile of columns, the largest of each tile.
+    """Error over strict bound by row and tile of 16 columns, the largest of each: (P, H/16 rounded up) float32.
 
-    Args:
-        inputs, out, result: of one call.
-
-    Returns:
-        (P, H/16 rounded up) float32. NaN marks a tile with an element that is not finite; a padding row is 0 where it
-        is zero and infinite where it is not.
+    NaN marks a tile with an element that is not finite; a padding row is 0 where it is zero and infinite elsewhere.
     """
     ratio = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     ratio[inputs.valid_rows] = result.ratio
     ratio[result.padding_rows] = torch.where(out[result.padding_rows] != 0, torch.inf, 0.0)
-    padded = torch.nn.functional.pad(ratio, (0, -out.shape[1] % MAP_COLUMNS))
+    padded = torch.nn.functional.pad(ratio, (0, -out.shape[1] % _MAP_COLUMNS))
     # amax passes a NaN on.
-    found: np.ndarray = padded.view(out.shape[0], -1, MAP_COLUMNS).amax(dim=2).cpu().numpy()
+    found: np.ndarray = padded.view(out.shape[0], -1, _MAP_COLUMNS).amax(dim=2).cpu().numpy()
     return found

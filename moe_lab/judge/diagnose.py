@@ -1,4 +1,4 @@
-"""Which usual mistake a wrong answer is: the one whose own answer, computed here, agrees with ``out`` on the wrong rows.
+"""Which usual mistake a wrong answer is: the one whose own answer agrees with ``out`` on the wrong rows.
 
 Where none does, the pattern of the wrong rows and columns is described instead.
 """

@@ -1,17 +1,14 @@
-"""Which calls the judge makes: structural cases, values, poisons, and what changes from one call to the next.
+"""Which calls the judge makes. Sizes are small, so that TileLang's CPU kernels finish in seconds.
 
-Sizes are small, so that TileLang's CPU kernels finish in seconds, and a case only permutes its group sizes, so that a
-kernel specialised on shapes is compiled once for all its calls. On a GPU, whose compilers are slow, cases of one H and
-I have one E, so that a kernel specialised on the weights alone is compiled once for all of them.
+A case only permutes its group sizes, and cases of one H and I have one E: what is specialised on them compiles once.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -30,15 +27,12 @@ Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
 #: The three weights of an expert.
 WEIGHTS = ("gate_w", "up_w", "down_w")
-#: Timed calls of a contest case.
-_ROUNDS = 25
-#: A file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each.
-_GPU_FIRST_CALL_S = 180.0
+_ROUNDS = 25  # timed calls of a contest case
+_GPU_FIRST_CALL_S = 180.0  # a file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each
 #: Group sizes of the calls that look for state, and of the variants: one expert empty, one an exact multiple of 128,
 #: which is what the padding rules disagree on, and partly filled blocks.
 _STATE_SIZES = (128, 0, 129, 5, 20)
-#: H and I that the contest does not use, to say how far a file reaches.
-_OTHER_SHAPES = ((192, 320), (136, 200))
+_OTHER_SHAPES = ((192, 320), (136, 200))  # H and I that the contest does not use, to say how far a file reaches
 
 
 @dataclass(frozen=True)
@@ -109,44 +103,39 @@ class Plan:
 
 
 def default_plan(seed: int, device: str) -> Plan:
-    """The plan of a normal run.
+    """The plan of a normal run; the seed decides values, order and number of calls.
 
-    Args:
-        seed: decides values, order and number of calls.
-        device: "cpu" calls the contest's H, I and E with one block of rows; a GPU calls the whole contest cases.
+    On "cpu" the contest's H, I and E are called with one block of rows, on a GPU the whole contest cases.
     """
-    rng = random.Random(seed)
-    on_cpu = device == "cpu"
+    rng, on_cpu = random.Random(seed), device == "cpu"
     # Nothing races on a CPU; on a GPU a race may show in one call of many.
     state = state_group(rng, repeats=3 if on_cpu else 20)
     structural = (*structural_groups(rng), contest_rows_group(rng)) if on_cpu else structural_groups(rng)
-    return Plan(
-        groups=(*structural, state, *contest_groups(rng, full=not on_cpu)),
-        limits=Limits() if on_cpu else Limits(first_call_s=_GPU_FIRST_CALL_S),
-    )
+    groups = (*structural, state, *contest_groups(rng, full=not on_cpu))
+    return Plan(groups, Limits() if on_cpu else Limits(first_call_s=_GPU_FIRST_CALL_S))
 
 
 def structural_groups(rng: random.Random) -> tuple[Group, ...]:
     """The cases that differ in shape, in random order after the first."""
     # Eleven blocks of one expert and more, up to all rows of the contest's case 1; its average is two.
     most = rng.randint(1300, CASES[1].num_tokens)
-    table: list[tuple[str, int, int, list[tuple[int, ...]], list[Values], Garbage]] = [
-        (
-            "sizes 0, 1, 127, 128, 129", 512, 256,
-            [(0, 129, 1, 40, 128, 127), (127, 40, 129, 128, 1, 0), (1, 128, 0, 127, 40, 129)],
-            ["normal", "mixed", "large"], "nan",
+    edges: dict[tuple[int, ...], Values] = {
+        (0, 129, 1, 40, 128, 127): "normal", (127, 40, 129, 128, 1, 0): "mixed", (1, 128, 0, 127, 40, 129): "large",
+    }  # fmt: skip
+    first, *rest = (
+        _structural(rng, "sizes 0, 1, 127, 128, 129", 512, 256, "nan", edges),
+        _structural(
+            rng, "exact multiples of 128", 256, 512, "noise", {(128, 256, 128): "normal", (256, 128, 128): "tiny"}
         ),
-        ("exact multiples of 128", 256, 512, [(128, 256, 128), (256, 128, 128)], ["normal", "tiny"], "noise"),
-        (
-            "one expert takes all", 256, 256, [(0, 0, most, 0, 0), (most, 0, 0, 0, 0), (0, 0, 0, 0, most)],
-            ["mixed", "normal", "tiny"], "large",
+        _structural(
+            rng, "one expert takes all", 256, 256, "large",
+            {(0, 0, most, 0, 0): "mixed", (most, 0, 0, 0, 0): "normal", (0, 0, 0, 0, most): "tiny"},
         ),
-        (
-            "one token in all", 256, 256, [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1), (1, 0, 0, 0, 0)],
-            ["normal", "tiny", "large"], "nan",
+        _structural(
+            rng, "one token in all", 256, 256, "nan",
+            {(0, 0, 1, 0, 0): "normal", (0, 0, 0, 0, 1): "tiny", (1, 0, 0, 0, 0): "large"},
         ),
-    ]  # fmt: skip
-    first, *rest = [_structural(rng, *row) for row in table]
+    )  # fmt: skip
     rng.shuffle(rest)
     return (first, *rest)
 
@@ -158,21 +147,19 @@ def contest_rows_group(rng: random.Random) -> Group:
     """
     case = CASES[max(CASES)]
     sizes = group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))
-    return _structural(rng, "142 rows an expert", 256, 256, [sizes], ["normal"], "noise")
+    return _structural(rng, "142 rows an expert", 256, 256, "noise", {sizes: "normal"})
 
 
 def _structural(
-    rng: random.Random, name: str, hidden: int, intermediate: int, sizes: Sequence[tuple[int, ...]],
-    values: Sequence[Values], garbage: Garbage,
+    rng: random.Random, name: str, hidden: int, intermediate: int, garbage: Garbage,
+    values: dict[tuple[int, ...], Values],
 ) -> Group:  # fmt: skip
+    """One call for each group sizes; the last of several finds a contest's zeros, so that looking for poison shows."""
     fills: tuple[OutFill, ...] = ("zeros", "noise", "nan")
-    calls = [
-        Call(size, rng.getrandbits(31), values=kind, out_fill=fills[index], slot=index % 2)
-        for index, (size, kind) in enumerate(zip(sizes, values, strict=True))
-    ]
-    if len(calls) > 1:
-        # The last call finds the zeros of a contest, so that a file which looks for poison shows.
-        calls[-1] = replace(calls[-1], token_poison="zeros")
+    calls = []
+    for index, (sizes, kind) in enumerate(values.items()):
+        poison: TokenPoison = "zeros" if 0 < index == len(values) - 1 else "nan"
+        calls.append(Call(sizes, rng.getrandbits(31), "everything", kind, fills[index], poison, index % 2))
     return Group(name, hidden, intermediate, tuple(calls), garbage)
 
 
@@ -209,9 +196,7 @@ def state_group(rng: random.Random, hidden: int = 256, intermediate: int = 256, 
 def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ...]:
     """The contest's three cases, so that a kernel chosen by shape is judged in the branch that counts.
 
-    Args:
-        rng: draws sizes and seeds.
-        full: all N rows, drawn on the device; otherwise one block of rows, for a CPU.
+    ``full`` is all N rows, drawn on the device; otherwise one block of rows, for a CPU.
     """
     groups = []
     # What torch.empty holds differs from case to case, as it may in a contest.
@@ -227,22 +212,14 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
             Call(first, rng.getrandbits(31), out_fill="noise"),
             Call(second, rng.getrandbits(31), token_poison="zeros"),
         )
-        name = case.name if full else f"{case.name}, one block"
-        groups.append(
-            Group(
-                name, case.hidden, case.intermediate, calls, held, sparse=not full, on_device=full,
-                timed_rounds=_ROUNDS if full else 0,
-            )
-        )  # fmt: skip
+        name, sizes = case.name if full else f"{case.name}, one block", (case.hidden, case.intermediate)
+        rounds = _ROUNDS if full else 0
+        groups.append(Group(name, *sizes, calls, held, sparse=not full, on_device=full, timed_rounds=rounds))
     return tuple(groups)
 
 
 def variant_groups(seed: int) -> tuple[Group, ...]:
-    """One group for each open question of the contract and each shape it does not use, named for it.
-
-    Args:
-        seed: of the values.
-    """
+    """One group for each open question of the contract and each shape it does not use, named for it."""
     rng = random.Random(seed)
     table: list[tuple[str, int, int, Garbage, Variant]] = [
         (name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
@@ -256,23 +233,17 @@ def variant_groups(seed: int) -> tuple[Group, ...]:
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
-    """The ten tensors of a call.
+    """The ten tensors of a call, from those of the call before; None for the first.
 
     A change of one argument swaps two parts of it and leaves the rest: a cache that looks at a few elements, at a sum
-    or at the extremes does not see it.
-
-    Args:
-        group: shapes and variant.
-        call: what changes.
-        before: inputs of the call before; None for the first.
-        device: of the tensors of a group that is drawn on the device; others stay on the CPU.
+    or at the extremes does not see it. The device is that of a group drawn there; others stay on the CPU.
     """
-    if before is None or call.change == "everything":
-        return _fresh_inputs(group, call, device)
-    if call.change == "nothing":
+    if before is not None and call.change == "nothing":
         return before
-    if call.change in ("weights", "routing"):
+    if before is None or call.change in ("everything", "weights", "routing"):
         fresh = _fresh_inputs(group, call, device)
+        if before is None or call.change == "everything":
+            return fresh
         if call.change == "weights":
             return replace(before, **{name: getattr(fresh, name) for name in WEIGHTS})
         # The same raw rows in the same order, cut into groups elsewhere.
@@ -295,24 +266,18 @@ def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "
 
 def _fresh_inputs(group: Group, call: Call, device: str) -> Inputs:
     case = replace(group.case, num_tokens=sum(call.sizes))
-    if not (group.sparse or group.on_device):
-        return make_inputs(
-            case, call.sizes, variant=group.variant, values=call.values, token_poison=call.token_poison, seed=call.seed
-        )
-    # Nothing of a group of this size is a variant: out is filled for each call.
-    return draw_inputs(
-        case, call.sizes, values=call.values, token_poison=call.token_poison, seed=call.seed,
-        device=device if group.on_device else "cpu", idle_weights=not group.sparse,
-    )  # fmt: skip
+    drawn: dict[str, Any] = {"values": call.values, "token_poison": call.token_poison, "seed": call.seed}
+    if group.sparse or group.on_device:
+        # Nothing of a group of this size is a variant: out is filled for each call.
+        place = device if group.on_device else "cpu"
+        return draw_inputs(case, call.sizes, device=place, idle_weights=not group.sparse, **drawn)
+    return make_inputs(case, call.sizes, variant=group.variant, **drawn)
 
 
 def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch.Tensor:
-    """What ``out`` holds when the call starts, (P, H) fp16.
+    """What ``out`` holds when the call starts, (P, H) fp16; ``previous`` is the answer of the call before, (N, H).
 
-    Args:
-        inputs: of the call; a variant other than the judge profile says itself what ``out`` holds.
-        call: the fill of the valid rows.
-        previous: answer of the call before, if there was one.
+    A variant other than the judge profile says itself what it is.
     """
     if inputs.variant.out_fill != "zeros":
         return inputs.out

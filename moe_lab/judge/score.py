@@ -7,21 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_lab.problem.errors import ContractError, DataError
+from moe_lab.problem.errors import ContractError
 from moe_lab.problem.tables import published_results
 
 
 @functools.cache
 def baseline_times_ms() -> tuple[float, float, float]:
-    """Times of the judge's own baseline, measured once and reused: the anchor row of the published results.
-
-    Raises:
-        DataError: if there is no such row.
-    """
-    for row in published_results():
-        if row.accepted == "anchor" and row.times_ms is not None:
-            return row.times_ms
-    raise DataError("got no row with accepted=anchor and three times in c500_results.csv, expected the judge's own")
+    """Times of the judge's own baseline, measured once and reused: the anchor row of the published results."""
+    return next(row.times_ms for row in published_results() if row.accepted == "anchor" and row.times_ms is not None)
 
 
 @dataclass(frozen=True)
@@ -54,24 +47,11 @@ class Score:
 
 
 def case_points(time_ms: float, baseline_ms: float) -> float:
-    """Points of one case, before rounding down: 100 * Tb / (Tb + Tk).
+    """Points of one case, 0 to 100 and before rounding down: 100 * Tb / (Tb + Tk). Raises ContractError if not above 0.
 
-    The guide's formula is 100 / (1 + (1/s - 1) * (Tk - Th) / (Tb - Th)) with s = 0.5, compressed by a logarithm above
-    100 points. Th is the hardware's floor; solved from eight published ratios it is 0 on this problem, so no time earns
-    100 points.
-
-    Args:
-        time_ms: Tk, above 0.
-        baseline_ms: Tb, above 0.
-
-    Returns:
-        points in (0, 100).
-
-    Raises:
-        ContractError: for a time that is no positive number.
-
-    Source:
-        the contest's evaluation guide (formula, s); published ratios of accepted runs (Th = 0, rounding down).
+    Source: the contest's evaluation guide has 100 / (1 + (1/s - 1) * (Tk - Th) / (Tb - Th)) with s = 0.5, compressed
+    by a logarithm above 100 points. Th is the hardware's floor; solved from eight published ratios of accepted runs it
+    is 0 on this problem, so no time earns 100 points. The same runs show the rounding down.
 
     >>> case_points(11.251, 11.251)
     50.0
@@ -85,14 +65,7 @@ def case_points(time_ms: float, baseline_ms: float) -> float:
 
 
 def time_for_points(points: float, baseline_ms: float) -> float:
-    """The time in ms that earns so many points: the inverse of :func:`case_points`.
-
-    Args:
-        points: above 0, at most 100.
-        baseline_ms: Tb, above 0.
-
-    Raises:
-        ContractError: for points outside (0, 100].
+    """The time in ms that earns points in (0, 100], else ContractError: the inverse of :func:`case_points`.
 
     >>> round(time_for_points(81, 11.251), 3)
     2.639
@@ -103,13 +76,7 @@ def time_for_points(points: float, baseline_ms: float) -> float:
 
 
 def score(times_ms: Sequence[float]) -> Score:
-    """Score the times of the contest's cases.
-
-    Args:
-        times_ms: one time a case, each above 0.
-
-    Raises:
-        ContractError: for another number of times or a time that is no positive number.
+    """Score one time for each contest case. Raises ContractError for another number of times or one not above 0.
 
     >>> round(score([2.551, 4.489, 8.853]).points, 2)
     80.33
