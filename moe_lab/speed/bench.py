@@ -1,8 +1,6 @@
 """The benchmark: all steps and every peer that is installed, in one process, in turns, checked, recorded.
 
-The machine's roofs (a large dense matmul and a large copy) take their turns among the candidates, so they are measured
-at the same clocks. Inputs rotate and a large buffer is read between calls, so weights come from memory, as in the
-contest.
+The machine's roofs, a large dense matmul and a large copy, take turns with them, so they run at the same clocks.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import shutil
 import signal
 import statistics
 import subprocess
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,21 +72,13 @@ def run(
     steps: Sequence[str] | None = None, rounds: int | None = None, folder: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Measurement]:  # fmt: skip
-    """Time everything on this machine's device, check every output, and record it.
+    """Time everything on this machine's device, check every output, and record it in ``data/measurements``.
 
-    Args:
-        cases: contest cases; all three on a GPU by default. A CPU takes none: it runs :data:`CPU_CASE`.
-        routing: name of a recorded one, see ``data/routings``.
-        seed: of the inputs.
-        steps: names of steps; by default all that are meant for this device.
-        rounds: timed calls of each candidate; 25 on a GPU and 5 on a CPU by default.
-        folder: where the record goes, ``data/measurements`` by default.
-        say: gets one line at a time.
+    A GPU times all contest cases by default, a CPU takes none and times :data:`CPU_CASE`; ``steps`` are by default all
+    that are meant for the device, ``rounds`` 25 on a GPU and 5 on a CPU. ``routing`` is the name of a recorded one.
 
-    Raises:
-        ContractError: for a case on a CPU, or a case or a routing that does not exist.
-        SubmissionError: for an unknown step, or none at all.
-        BackendError: if this machine cannot run TileLang.
+    Raises ContractError for a case on a CPU, or a case or a routing that does not exist; SubmissionError for an unknown
+    step, or none at all; BackendError if this machine cannot run TileLang.
     """
     where = backend.prepare()
     on_cpu = where.kind == "cpu"
@@ -97,22 +87,26 @@ def run(
             "got a contest case on a machine with no GPU, expected none: a CPU would need hours, so it runs a small "
             "case that shows the harness and no speed worth comparing"
         )
-    unknown = [number for number in cases or () if number not in CASES]
-    if unknown:
-        raise ContractError(f"got case {unknown[0]}, expected one of {', '.join(map(str, CASES))}")
-    every = [name for name, entry in STEPS.items() if entry.branch != "hopper" or backend.is_hopper()]
-    chosen = list(dict.fromkeys(find(name) for name in (every if steps is None else steps)))
-    if not chosen:
+    for number in cases or ():
+        if number not in CASES:
+            raise ContractError(f"got case {number}, expected one of {', '.join(map(str, CASES))}")
+    if steps is None:
+        steps = [name for name, entry in STEPS.items() if entry.branch != "hopper" or backend.is_hopper()]
+    rungs = {entry.name: entry.submission() for entry in map(find, steps)}
+    if not rungs:
         raise SubmissionError(f"got no step, expected one or more of {', '.join(STEPS)}")
     problems = [CPU_CASE] if on_cpu else [CASES[number] for number in dict.fromkeys(cases or CASES)]
     # Before anything is said, so that a wrong name is one sentence and not the end of a run.
     drawn = {case: _sizes(case, routing) for case in problems}
+    run_id, recorded_at = new_run()
+    versions = backend.versions("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
+    common: dict[str, Any] = {
+        "run": run_id, "recorded_at": recorded_at, "device": where.name, "driver": _driver(), "routing": routing,
+        "versions": " ".join(f"{name}={value.replace(' ', '_')}" for name, value in versions.items()), "seed": seed,
+    }  # fmt: skip
+    say(f"run {run_id} on {where.name}" + " (CPU: shows the harness, says nothing about a GPU)" * on_cpu)
     rows: list[Measurement] = []
-    common = _record_of_a_run(where) | {"routing": routing, "seed": seed}
-    say(f"run {common['run']} on {where.name}" + " (CPU: shows the harness, says nothing about a GPU)" * on_cpu)
-    rungs = {entry.name: entry.submission() for entry in chosen}
     for case, sizes in drawn.items():
-        timed = time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say)
         sized = common | {"case": case.name} | {name: getattr(case, name) for name in _SIZES}
         found = [
             Measurement(
@@ -120,7 +114,7 @@ def run(
                 rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms,
                 flops=item.flops, bytes=item.bytes, error=error,
             )
-            for item, timing, error in timed
+            for item, timing, error in time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say)
         ]  # fmt: skip
         rows += found
         for line in render(found):
@@ -131,35 +125,24 @@ def run(
     return rows
 
 
-def _record_of_a_run(where: backend.Backend) -> dict[str, Any]:
-    """The columns that are the same for every row of a run that begins now."""
-    run_id, recorded_at = new_run()
-    versions = backend.versions("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
-    return {
-        "run": run_id, "recorded_at": recorded_at, "device": where.name, "driver": _driver(),
-        "versions": " ".join(f"{name}={value.replace(' ', '_')}" for name, value in versions.items()),
-    }  # fmt: skip
-
-
 def _sizes(case: Case, name: str) -> tuple[int, ...]:
     """Group sizes of a recorded routing; a case that is none of the contest's draws its own in the same way."""
     number = next((number for number, contest_case in CASES.items() if contest_case == case), None)
-    rows = [row for row in routings() if row.case == (number or 1)]
-    known = {row.name: row for row in rows if number or row.distribution != "edge"}
-    if name not in known:
-        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {', '.join(known)}")
-    row = known[name]
-    if row.distribution != "edge" and not number:
-        return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
-    return row.sizes
+    rows = [row for row in routings() if row.case == (number or 1) and (number or row.distribution != "edge")]
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        known = ", ".join(row.name for row in rows)
+        raise ContractError(f"got routing {name!r} for {case.name}, expected one of {known}")
+    if number or row.distribution == "edge":
+        return row.sizes
+    return group_sizes(row.distribution, case.num_experts, case.num_tokens, row.seed or 0)
 
 
 def _driver() -> str:
     """Version of the GPU's driver, or of the operating system's kernel on a CPU."""
     if backend.detect().kind == "cpu":
         return f"{platform.system()} {platform.release()}"
-    # MetaX has a tool of its own whose output is not known here.
-    tool = shutil.which("nvidia-smi")
+    tool = shutil.which("nvidia-smi")  # MetaX has a tool of its own whose output is not known here
     if tool is None:
         return "unknown"
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -169,10 +152,7 @@ def _driver() -> str:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread if the block takes longer; other threads get no alarm, and no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise TimeoutError in the main thread if the block takes longer."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"not ready after {seconds:g} s")
@@ -192,50 +172,41 @@ def time_case(
 ) -> list[tuple[Candidate, Timing, float | None]]:  # fmt: skip
     """Time rungs, peers and roofs in turns on one case, and check every output before and after.
 
-    Args:
-        case, sizes: the problem and the rows of each expert.
-        seed: of the first input set.
-        rungs: what is ours, by the name that the record gets.
-        rounds: timed calls of each.
-        say: gets one line at a time, also why something was left out.
-        alone: without peers and roofs.
-
-    Returns:
-        What ran and was right: the candidate, its timing, its relative error (None for a roof).
+    ``rungs`` are ours, by the name that the record gets; ``alone`` leaves out peers and roofs. Returns what ran and was
+    right: the candidate, its timing, its relative error (None for a roof). ``say`` is told why anything was left out.
     """
+
+    def tell(line: str) -> None:
+        say(f"{case.name}: {line}")
+
     where = backend.detect()
     on_cpu = where.kind == "cpu"
-    sets = [
-        draw_inputs(case, sizes, seed=seed + number, device=where.torch_device)
-        for number in range(_sets_that_fit(case, sizes, len(rungs)))
-    ]
+    seeds = range(seed, seed + _sets_that_fit(case, sizes, len(rungs)))
+    sets = [draw_inputs(case, sizes, seed=number, device=where.torch_device) for number in seeds]
     truths = [fused_truth(inputs) for inputs in sets]
-    made: list[Candidate | None] = [
-        _ready(case, name, functools.partial(_of_rung, name, submission, sets), truths, say)
-        for name, submission in rungs.items()
-    ]
+    candidates: list[Candidate] = []
+    for name, submission in rungs.items():
+        candidates += _ready(name, submission, sets, truths, tell)
     for peer in () if alone else PEERS:
         missing = peer.missing(not on_cpu)
         if missing:
-            say(f"{case.name}: {peer.name} left out: {missing}")
+            tell(f"{peer.name} left out: {missing}")
         else:
-            say(f"{case.name}: {peer.name} gets ready, within {_READY_S:g} s or not at all")
-            made.append(_ready(case, peer.name, functools.partial(_of_peer, peer, sets), truths, say))
-    candidates = [candidate for candidate in made if candidate]
+            tell(f"{peer.name} gets ready, within {_READY_S:g} s or not at all")
+            candidates += _ready(peer.name, peer, sets, truths, tell)
     if not alone:
         candidates += _roofs(on_cpu)
         if not on_cpu:
             torch.cuda.synchronize()
             time.sleep(_REST_S)
-    timings = interleave(
-        {item.name: item.issue for item in candidates}, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets)
-    )
+    calls = {item.name: item.issue for item in candidates}
+    timings = interleave(calls, rounds=rounds, warmup=1 if on_cpu else 3, sets=len(sets))
     timed: list[tuple[Candidate, Timing, float | None]] = []
     for candidate in candidates:
         # The last timed calls left their results: right before the clock ran and right after.
         wrong, error = ("", None) if candidate.kind == "roof" else _check(candidate, truths)
         if wrong:
-            say(f"{case.name}: {candidate.name} left out: after timing, {wrong}")
+            tell(f"{candidate.name} left out: after timing, {wrong}")
         else:
             timed.append((candidate, timings[candidate.name], error))
     forget_copies()
@@ -243,24 +214,42 @@ def time_case(
 
 
 def _ready(
-    case: Case, name: str, make: Callable[[], Candidate], truths: Sequence[torch.Tensor], say: Callable[[str], None]
-) -> Candidate | None:
-    """A candidate whose first calls were right and came in time, or None once it is said why there is none."""
+    name: str, what: Submission | Peer, sets: Sequence[Inputs], truths: Sequence[torch.Tensor],
+    tell: Callable[[str], None],
+) -> list[Candidate]:  # fmt: skip
+    """A candidate whose first calls were right and came in time, or none once it is said why."""
     started = time.perf_counter()
     try:
         with _at_most(_READY_S):
-            candidate = make()
-            for number in range(len(truths)):
+            candidate = _candidate(name, what, sets)
+            for number in range(len(sets)):
                 candidate.issue(number)
             wrong, _ = _check(candidate, truths)
     # A peer or a step that does not compile or run here must not end the others' measurement.
     except Exception as failure:  # noqa: BLE001
         wrong = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
     if wrong:
-        say(f"{case.name}: {name} left out: {wrong}")
-        return None
-    say(f"{case.name}: {name} ready, first calls took {time.perf_counter() - started:.1f} s")
-    return candidate
+        tell(f"{name} left out: {wrong}")
+        return []
+    tell(f"{name} ready, first calls took {time.perf_counter() - started:.1f} s")
+    return [candidate]
+
+
+def _candidate(name: str, what: Submission | Peer, sets: Sequence[Inputs]) -> Candidate:
+    done = work(sets[0].case, sets[0].layout.sizes).whole
+    costs = done.flops, int(done.bytes)
+    if isinstance(what, Peer):
+        return Candidate("peer", name, None, [what.prepare(inputs) for inputs in sets], *costs)
+    entry = backend.load(what)
+
+    def call(inputs: Inputs) -> torch.Tensor:
+        entry(*inputs.args)
+        return inputs.out
+
+    # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
+    own = [replace(inputs, out=torch.full_like(inputs.out, float("nan"))) for inputs in sets]
+    calls = [functools.partial(call, inputs) for inputs in own]
+    return Candidate("step", name, what.source_hash, calls, *costs, own[0].valid_rows)
 
 
 def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
@@ -274,41 +263,17 @@ def _sets_that_fit(case: Case, sizes: tuple[int, ...], num_steps: int) -> int:
     return max(1, min(3, int(0.7 * free / (2.2 * weights + results))))
 
 
-def _of_rung(name: str, submission: Submission, sets: Sequence[Inputs]) -> Candidate:
-    entry = backend.load(submission)
-    # A result of its own for each step, so that what is checked after timing is what the timed calls wrote.
-    own = [replace(inputs, out=torch.full_like(inputs.out, float("nan"))) for inputs in sets]
-
-    def call(inputs: Inputs) -> torch.Tensor:
-        entry(*inputs.args)
-        return inputs.out
-
-    calls = [functools.partial(call, inputs) for inputs in own]
-    return Candidate("step", name, submission.source_hash, calls, *_work(sets[0]), own[0].valid_rows)
-
-
-def _of_peer(peer: Peer, sets: Sequence[Inputs]) -> Candidate:
-    return Candidate("peer", peer.name, None, [peer.prepare(inputs) for inputs in sets], *_work(sets[0]))
-
-
-def _work(inputs: Inputs) -> tuple[int, int]:
-    done = work(inputs.case, inputs.layout.sizes).whole
-    return done.flops, int(done.bytes)
-
-
 def _roofs(on_cpu: bool) -> list[Candidate]:
     """A dense square matmul and a copy, both far larger than any cache."""
     device, size, dtype = ("cpu", 1024, torch.float32) if on_cpu else ("cuda", 8192, torch.float16)
     generator = torch.Generator(device).manual_seed(0)
     one, other = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
-    product = torch.empty_like(one)
+    multiply = functools.partial(torch.mm, one, other, out=torch.empty_like(one))
     length = 2**26 if on_cpu else min(2**32, torch.cuda.mem_get_info()[0] // 8)
     # Random bytes: a copy of zeros may run faster than one of data.
     source = torch.randint(0, 256, (length,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    copy = functools.partial(torch.empty_like(source).copy_, source)
     label = f"{_MATMUL}, {str(dtype).removeprefix('torch.')} {size}^3"
-    multiply = functools.partial(torch.mm, one, other, out=product)
-    copy = functools.partial(target.copy_, source)
     return [
         Candidate("roof", label, None, [multiply], 2 * size**3, 3 * size**2 * one.element_size()),
         Candidate("roof", f"{_COPY}, {length >> 20} MiB", None, [copy], 0, 2 * length),
@@ -325,7 +290,7 @@ def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, f
             return f"the result is {tuple(result.shape)}, expected {tuple(truth.shape)}", math.inf
         off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))
         if off.any():
-            row, column = (int(part) for part in off.nonzero()[0])
+            row, column = map(int, off.nonzero()[0])
             return (
                 f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column "
                 f"{column}: {float(result[row, column]):.4g} instead of {float(truth[row, column]):.4g}"
@@ -338,19 +303,16 @@ def bound_ms(rows: Sequence[Measurement]) -> float:
     """max(useful FLOPs / measured peak, compulsory bytes / measured bandwidth) of one run and case.
 
     Both roofs at the fast end of their interval: what disturbed one measurement of them must not flatter us.
-
-    Raises:
-        DataError: if a roof or a candidate is missing.
+    Raises DataError if a roof or a candidate is missing.
     """
-    roofs = [row for row in rows if row.kind == "roof"]
-    flop_ms = [row.low_ms / row.flops for row in roofs if row.name.startswith(_MATMUL)]
-    byte_ms = [row.low_ms / row.bytes for row in roofs if row.name.startswith(_COPY)]
+    flop_ms = [row.low_ms / row.flops for row in rows if row.kind == "roof" and row.name.startswith(_MATMUL)]
+    byte_ms = [row.low_ms / row.bytes for row in rows if row.kind == "roof" and row.name.startswith(_COPY)]
     if not flop_ms or not byte_ms:
         raise DataError(f"got {len(rows)} rows without both roofs, expected a dense matmul and a large copy of the run")
-    for done in rows:
-        if done.kind != "roof":
-            return max(done.flops * min(flop_ms), done.bytes * min(byte_ms))
-    raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
+    done = next((row for row in rows if row.kind != "roof"), None)
+    if done is None:
+        raise DataError("got roofs and nothing else, expected at least one step or peer of the same run")
+    return max(done.flops * min(flop_ms), done.bytes * min(byte_ms))
 
 
 def render(rows: Sequence[Measurement]) -> list[str]:
@@ -358,22 +320,18 @@ def render(rows: Sequence[Measurement]) -> list[str]:
 
     A CPU has no bound: what fits its caches beats the copy, and bf16 can beat the matmul in fp32.
     """
-    bounded = rows[0].cache in COLD and any(row.kind != "roof" for row in rows)
-    bound = bound_ms(rows) if bounded else None
+    bound = bound_ms(rows) if rows[0].cache in COLD and any(row.kind != "roof" for row in rows) else None
     width = max(len(row.name) for row in rows)
-    column = "  x bound" if bound else ""
     lines = [
         f"{rows[0].case}, {rows[0].routing}, {rows[0].cache} cache, {rows[0].rounds} rounds on {rows[0].device}",
-        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s{column}     error",
+        f"{'':{width}}  median ms         95% interval   TFLOP/s     GB/s{'  x bound' if bound else ''}     error",
     ]
     for row in sorted(rows, key=lambda row: (row.kind == "roof", row.median_ms)):
         times = f"{row.median_ms:9.4f}  {row.low_ms:8.4f} - {row.high_ms:8.4f}"
         ratio = "" if not bound else " " * 9 if row.kind == "roof" else f"  {row.median_ms / bound:7.2f}"
         error = f"{row.error:8.1e}" if row.error is not None else ""
         lines.append(f"{row.name:{width}}  {times}  {row.rate_tflops:8.4g}  {row.rate_gbps:7.4g}{ratio}  {error}")
-    if bound:
-        lines.append(f"{'bound, roofs at their fast ends':{width}}  {bound:9.4f}")
-    return lines
+    return lines + ([f"{'bound, roofs at their fast ends':{width}}  {bound:9.4f}"] if bound else [])
 
 
 class _Run:
@@ -384,7 +342,6 @@ class _Run:
         ranked = sorted(rows, key=lambda row: row.median_ms)
         self.steps, self.peers = ([row for row in ranked if row.kind == kind] for kind in ("step", "peer"))
         self.step, self.peer = self.steps[0], self.peers[0]
-        #: How many of the steps that are recommended today it holds.
         self.recommended = sum(row.name in STEPS and STEPS[row.name].recommended for row in self.steps)
 
 
@@ -395,11 +352,10 @@ def _of_today(runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
-    """Of each contest case: its runs, oldest first, those with the fastest peer known, and the one for the ladder.
+    """Of each contest case: its runs of today's steps, oldest first, those with the fastest peer, and the ladder's.
 
-    The runs are those of a GPU with :data:`DEFAULT_ROUTING`, cold inputs, steps, peers and both roofs, on the device of
-    the newest. The fastest peer came nearest to the bound of its run. The ladder is of a run of today's steps: with
-    that peer, with the most steps, the newest. So neither a run of a few steps nor an old one stands for it.
+    The runs are complete ones of the newest's GPU with :data:`DEFAULT_ROUTING` and cold inputs. The fastest peer came
+    nearest to the bound of its run. The ladder is of the run that has that peer, then the most steps, then the newest.
     """
     rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
     found = []
@@ -408,14 +364,14 @@ def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
         for row in rows:
             if all(getattr(row, name) == getattr(case, name) for name in _SIZES):
                 grouped.setdefault(row.run, []).append(row)
-        kinds = {name: [row.kind for row in grouped[name]] for name in sorted(grouped)}
-        whole = [name for name, all_ in kinds.items() if {"step", "peer"} < {*all_} and all_.count("roof") > 1]
-        runs = [_Run(grouped[name]) for name in whole if grouped[name][0].device == grouped[whole[-1]][0].device]
+        kinds = {name: Counter(row.kind for row in grouped[name]) for name in sorted(grouped)}
+        whole = [grouped[name] for name, of in kinds.items() if of["step"] and of["peer"] and of["roof"] > 1]
+        runs = [_Run(of_run) for of_run in whole if of_run[0].device == whole[-1][0].device]
         if runs:
             rival = min((run.peer.median_ms / run.bound, run.peer.name) for run in runs)[1]
-            beside = [run for run in runs if any(row.name == rival for row in run.peers)]
-            ladder = max(_of_today(runs), key=lambda run: (run in beside, len(run.steps), run.id))
-            found.append((runs, beside, ladder))
+            beside = _of_today([run for run in runs if any(row.name == rival for row in run.peers)])
+            today = _of_today(runs)
+            found.append((today, beside, max(today, key=lambda run: (run in beside, len(run.steps), run.id))))
     if not found:
         raise DataError(
             f"got no recorded GPU run with steps, peers and roofs for routing {DEFAULT_ROUTING}, expected one: run "
@@ -427,8 +383,7 @@ def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
 def summary_rows(folder: Path | None = None) -> list[Measurement]:
     """The recorded rows that show the ladder and the peers: of each contest case one run, cases in order.
 
-    Raises:
-        DataError: if no recorded run qualifies.
+    Raises DataError if no recorded run qualifies.
     """
     return [row for _, _, ladder in _records(folder) for row in ladder.rows]
 
@@ -440,16 +395,13 @@ def summary(folder: Path | None = None) -> list[str]:
     greatest, because cards of one kind differ. ``bound_ratio`` is our best median over the bound of the run, over all
     runs with the most of the steps that are recommended today. ``vs_best_peer`` is the best peer's median over our
     best, over the runs with the fastest peer known; those can be older ones, with an older step, which is named.
-
-    Raises:
-        DataError: if no recorded run qualifies.
+    Raises DataError if no recorded run qualifies.
     """
     lines = []
-    for runs, beside, ladder in _records(folder):
-        beside = _of_today(beside)
+    for today, beside, ladder in _records(folder):
         rivals = ladder if ladder in beside else beside[-1]
         ours, peer, step = ladder.step, rivals.peer, rivals.step
-        bounds = [run.step.median_ms / run.bound for run in _of_today(runs)]
+        bounds = [run.step.median_ms / run.bound for run in today]
         peers = [run.peer.median_ms / run.step.median_ms for run in beside]
         other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {rivals.id}"
         lines.append(
