@@ -71,18 +71,17 @@ class Failure(_Strict):
 
     def __str__(self) -> str:
         """One sentence: what, how many rows, where, which values."""
-        where, values = [], ""
-        if self.expert is not None:
-            where.append(f"expert {self.expert}, row {self.row_in_group} of its group")
+        text = self.what
+        if self.rows:
+            text += f" ({self.wrong_rows} of {self.rows} rows{f': {self.pattern}' if self.pattern else ''})"
         if self.padded_row is not None:
-            raw = f", raw row {self.raw_row}" if self.raw_row is not None else ""
-            where.append(f"padded row {self.padded_row}{raw}, column {self.column}, block {self.block}")
-        if self.expected is not None:
+            raw = "" if self.raw_row is None else f", raw row {self.raw_row}"
             got = "not a finite number" if self.got is None else f"{self.got:.6g}"
-            values = f": got {got}, expected {self.expected:.6g}"
-        pattern = f": {self.pattern}" if self.pattern else ""
-        count = f" ({self.wrong_rows} of {self.rows} rows{pattern})" if self.rows else ""
-        return f"{self.what}{count}" + (f"; first at {', '.join(where)}" if where else "") + values
+            text += (
+                f"; first at expert {self.expert}, row {self.row_in_group} of its group, padded row {self.padded_row}"
+                f"{raw}, column {self.column}, block {self.block}: got {got}, expected {self.expected:.6g}"
+            )
+        return text
 
 
 class CaseReport(_Strict):
@@ -177,11 +176,7 @@ class Report(_Strict):
         return self.model_dump_json(indent=2) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON; an existing file is replaced in one step or not at all.
-
-        Raises:
-            SubmissionError: if the folder does not exist or cannot be written to.
-        """
+        """Write the JSON, whole or not at all. Raises SubmissionError where the folder cannot be written to."""
         return write_atomic(path, self.to_json().encode())
 
     def __rich__(self) -> RenderableType:
@@ -216,19 +211,12 @@ class Report(_Strict):
 def _parts(report: Report) -> Iterator[RenderableType]:
     """The report from top to bottom."""
     yield Text.assemble((str(report.verdict), _style(report.accepted)), f"  {report.sentence}")
-    sha256 = (report.submission.sha256 or "none")[:12]
-    run = (
-        report.submission.name,
-        f"sha256 {sha256}",
-        f"profile {report.profile}",
-        report.device,
-        f"seed {report.seed}",
-    )
-    yield Text(f"{'  '.join(run)}  {report.seconds:.1f} s", style="dim")
+    file = report.submission
+    run = f"{file.name}  sha256 {(file.sha256 or 'none')[:12]}  profile {report.profile}  {report.device}"
+    yield Text(f"{run}  seed {report.seed}  {report.seconds:.1f} s", style="dim")
     failure = report.first_failure
     if failure and str(failure) not in report.sentence:
-        cause = f"; likely cause: {failure.cause}" if failure.cause else ""
-        yield Text(f"first failure: {failure}{cause}")
+        yield Text(f"first failure: {failure}" + (f"; likely cause: {failure.cause}" if failure.cause else ""))
     yield from map(Text, _findings(report))
     if report.cases:
         if all(finding.level == "advice" for finding in report.findings):
@@ -261,20 +249,16 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 
 def _findings(report: Report) -> Iterator[str]:
     """One line for each rule that is touched, violations first."""
-
-    def level_and_rule(found: FindingReport) -> tuple[bool, str]:
-        return found.level == "advice", found.rule_id
-
-    in_order = sorted(report.findings, key=lambda found: (*level_and_rule(found), found.line or 0))
-    for _, group in itertools.groupby(in_order, key=level_and_rule):
+    in_order = sorted(report.findings, key=lambda found: (found.level == "advice", found.rule_id, found.line or 0))
+    for (level, rule_id), group in itertools.groupby(in_order, key=lambda found: (found.level, found.rule_id)):
         first, *others = group
         where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
         numbers = list(dict.fromkeys(str(other.line) for other in others if other.line is not None))
         lines = f" (also line{'s' * (len(numbers) > 1)} {', '.join(numbers)})" if numbers else ""
         # What the verdict's own sentence says is not said twice.
-        known = first.level == "violation" and first.message.removesuffix(".") in report.sentence
+        known = level == "violation" and first.message.removesuffix(".") in report.sentence
         if lines or not known:
-            yield f"{first.level} {first.rule_id}: {where}{'see above' if known else first.message}{lines}"
+            yield f"{level} {rule_id}: {where}{'see above' if known else first.message}{lines}"
 
 
 def _case_table(cases: list[CaseReport]) -> Table:
@@ -283,10 +267,12 @@ def _case_table(cases: list[CaseReport]) -> Table:
     for case in cases:
         wrong = [text for text in (case.guards, case.inputs) if text not in ("intact", "unchanged")]
         result = "pass" if case.passed else ": ".join(["FAIL", *wrong]) if case.calls else "no answer"
-        table.add_row(
-            case.name, f"{case.num_experts}, {case.hidden}, {case.intermediate}", str(case.calls),
-            _number(case.judge_ratio), _number(case.strict_ratio), case.padding, Text(result, _style(case.passed)),
+        ratios = (
+            "NaN/Inf" if ratio is None else f"{ratio:.3f}" if ratio < 100 else f"{ratio:.1e}"
+            for ratio in (case.judge_ratio, case.strict_ratio)
         )  # fmt: skip
+        shape = f"{case.num_experts}, {case.hidden}, {case.intermediate}"
+        table.add_row(case.name, shape, str(case.calls), *ratios, case.padding, Text(result, _style(case.passed)))
     return table
 
 
@@ -296,9 +282,3 @@ def _table(*columns: Column | str) -> Table:
 
 def _style(good: bool) -> str:
     return "bold green" if good else "bold red"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "NaN/Inf"
-    return f"{value:.3f}" if value < 100 else f"{value:.1e}"
