@@ -1,19 +1,16 @@
-"""Command line: ``moe-lab`` or ``python -m moe_lab``.
+"""Command line: ``moe-lab`` or ``python -m moe_lab``. Exit codes: 0 accepted or ok, 1 rejected, 2 usage or our failure.
 
-Exit codes: 0 accepted or ok, 1 rejected, 2 usage or the tool's own failure. Every command imports what it needs when
-it runs, so that ``--help`` answers at once.
+Every command imports what it needs when it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -26,6 +23,8 @@ from moe_lab.problem.contract import Profile
 from moe_lab.problem.errors import MoeLabError, SubmissionError
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from moe_lab.problem.submission import Submission
 
 
@@ -41,10 +40,8 @@ SubmissionArgument = Annotated[
     Path, typer.Argument(metavar="FILE|STEP", help="Python file with run_kernel, or the name of a step")
 ]
 
-#: What a shell reports for a program that Ctrl-C ended.
-_INTERRUPTED = 130
-#: And for one whose output nobody reads any more, as before ``head``.
-_READER_GONE = 141
+#: What a shell reports for a program that Ctrl-C ended, and for one whose output nobody reads, as before ``head``.
+_INTERRUPTED, _READER_GONE = 130, 141
 _STDERR = 2
 
 app = typer.Typer(
@@ -76,12 +73,11 @@ def _submission(given: Path) -> Submission:
     return _step_of(given) or Submission.from_file(given)
 
 
-def _print_table(rows: Iterable[dict[str, str]]) -> None:
+def _print_table(rows: list[dict[str, str]]) -> None:
     """Rows of text under the names of their columns; the first column is never wrapped, the others lose nothing."""
-    lines = [*rows]
-    first, *others = lines[0]
+    first, *others = rows[0]
     table = Table(Column(first, no_wrap=True), *(Column(name, overflow="fold") for name in others))
-    for row in lines:
+    for row in rows:
         table.add_row(*map(escape, row.values()))
     Console().print(table)
 
@@ -114,7 +110,7 @@ def score(
     from moe_lab.judge import score as scoring
 
     result = scoring.score(times_ms)
-    _print_table(
+    _print_table([
         {
             "case": str(case.case), "time ms": f"{case.time_ms:.3f}", "baseline ms": f"{case.baseline_ms:.3f}",
             "points": f"{case.points:.2f}", "counts as": str(case.floored),
@@ -122,7 +118,7 @@ def score(
             "that is": f"{100 * (1 - case.next_time_ms / case.time_ms):.1f}% less" if case.next_time_ms else "-",
         }
         for case in result.cases
-    )  # fmt: skip
+    ])  # fmt: skip
     print(f"score {result.points:.2f} (mean of the whole points), total {result.total_ms:.3f} ms")
 
 
@@ -133,13 +129,13 @@ def doctor() -> None:
 
     with Console().status("looking, and compiling one small kernel"):
         checks = backend.doctor()
-    _print_table(
+    _print_table([
         {
             "": "ok" if check.ok else "MISSING" if check.required else "note", "check": check.name,
             "found": check.found, "what to do": check.remedy,
         }
         for check in checks
-    )  # fmt: skip
+    ])  # fmt: skip
     if any(check.name.startswith("$") and not check.ok for check in checks):
         print("A TileLang built from source needs, before Python starts (set the first two to your folders):\n")
         print(backend.maca_exports())
@@ -158,13 +154,13 @@ def steps(
     from moe_lab.steps import STEPS, find
 
     if diff is None:
-        _print_table(
+        _print_table([
             {
                 "step": step.name, "branch": step.branch, "after": step.after.split("_")[0] if step.after else "-",
                 "the one idea": f"{step.story} (start here)" if step.recommended else step.story,
             }
             for step in STEPS.values()
-        )  # fmt: skip
+        ])  # fmt: skip
         return
     step = find(diff)
     if step.after is None:
@@ -190,9 +186,10 @@ def judge(
         folder = json_file.parent
         _expect(os.path.isdir(folder), f"got no folder {folder}, expected one for the report {json_file.name}")
         _expect(not os.path.isdir(json_file), f"got a folder {json_file}, expected a file to write the report to")
-    console = Console(stderr=True)
+    from moe_lab import judge as judging
+
+    console, said = Console(stderr=True), ""
     with console.status("starting the judge") as status:
-        said = ""
 
         def progress(text: str) -> None:
             nonlocal said
@@ -205,8 +202,6 @@ def judge(
                 print(text, file=sys.stderr, flush=True)
 
         progress("starting the judge")
-        from moe_lab import judge as judging
-
         try:
             report = judging.judge(step or file, profile=profile, seed=seed, progress=progress)
         except KeyboardInterrupt:
@@ -234,9 +229,7 @@ def explain(
 @app.command()
 def fit(
     file: SubmissionArgument,
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="GPU to fit into, by its key or name in data/devices.csv")
-    ] = "c500",
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU, by its key or name in data/devices.csv")] = "c500",
     case: Annotated[int, typer.Option(min=1, max=3, metavar="N", help="contest case")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
     lower: Annotated[bool, typer.Option("--lower", help="ask TileLang too: takes seconds, runs host code")] = False,
@@ -293,11 +286,10 @@ def bench(
     from moe_lab.speed import bench as harness
 
     if summary:
-        for line in harness.summary():
-            print(line)
-        return
-    names = None if steps is None else [name.strip() for name in steps.split(",") if name.strip()]
-    harness.run(cases=case, routing=routing, seed=seed, steps=names)
+        print(*harness.summary(), sep="\n")
+    else:
+        names = None if steps is None else [name.strip() for name in steps.split(",") if name.strip()]
+        harness.run(cases=case, routing=routing, seed=seed, steps=names)
 
 
 @app.command()
@@ -334,25 +326,28 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
     try:
-        os.getcwd()
-    except OSError as error:
-        # Libraries fail in ways of their own there.
-        _fail(f"the current folder: {error.strerror}")
-    try:
+        try:
+            os.getcwd()
+        except OSError as error:
+            # Libraries fail in ways of their own there.
+            raise MoeLabError(f"the current folder: {error.strerror}") from None
         try:
             app()
+            return
         finally:
             sys.stdout.flush()
     except MoeLabError as error:
-        _fail(str(error))
+        sentence = str(error)
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        _fail(f"{what}{error.strerror or error}")
+        sentence = f"{what}{error.strerror or error}"
     except Exception as error:  # noqa: BLE001 - a fault of ours: say where, for a report of it
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if "moe_lab" in Path(frame.filename).parts]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        said = " ".join(str(error).split())[:300]
-        _fail(f"the tool itself failed, which says nothing about your files: {type(error).__name__}: {said}{place}")
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+        sentence = f"the tool itself failed, which says nothing about your files: {said}"
+    print(f"moe-lab: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def _open_standard_streams() -> None:
@@ -364,51 +359,37 @@ def _open_standard_streams() -> None:
             # Closed, as by `>&-`: its number would go to the next file or socket.
             os.open(os.devnull, os.O_RDWR)
         original = getattr(sys, f"__{name}__")
-        if number and getattr(sys, name) is original and not isinstance(original, _Stream):
+        if number and getattr(sys, name) is original:
             encoding, line = getattr(original, "encoding", None), number == _STDERR or os.isatty(number)
-            ours = _Stream(os.fdopen(number, "wb", closefd=False), encoding, "backslashreplace", line_buffering=line)
+            raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
+            ours = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=line)
             # Libraries that reach for the original must not find a stream without a file.
             setattr(sys, name, ours)
             setattr(sys, f"__{name}__", ours)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
 
 
-class _Stream(io.TextIOWrapper):
+class _Output(io.FileIO):
     """A standard stream that fails at most once, and in one way for every library that writes to it.
 
     A library must not turn a broken pipe into exit code 1, which says that a file failed.
     """
 
-    def write(self, text: str, /) -> int:
-        """Write text."""
-        self._tried(super().write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush."""
-        self._tried(super().flush)
-
-    def _tried(self, act: Callable[..., object], *arguments: str) -> None:
+    def write(self, data: Buffer, /) -> int:
         try:
-            act(*arguments)
+            return super().write(data)
         except OSError as error:
             # What could not be written now cannot be written by Python's own exit either.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             # On standard error: progress that nobody can see is no reason to lose a verdict.
-            if self.fileno() != _STDERR:
-                if isinstance(error, BrokenPipeError):
-                    raise SystemExit(_READER_GONE) from None
-                raise MoeLabError(f"the output cannot be written: {error.strerror or error}") from None
+            if self.fileno() == _STDERR:
+                return memoryview(data).nbytes
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(_READER_GONE) from None
+            raise MoeLabError(f"the output cannot be written: {error.strerror or error}") from None
 
 
 def _end(number: int, frame: types.FrameType | None) -> NoReturn:
     """End as the signal asks, once every process and file of ours is gone."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
-
-
-def _fail(sentence: str) -> NoReturn:
-    """End with one sentence and exit code 2."""
-    print(f"moe-lab: {sentence}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from None

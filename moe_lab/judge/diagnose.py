@@ -81,8 +81,7 @@ class Mistake(NamedTuple):
 
     cause: str  # the sentence that is shown, without a full stop
     answer: Callable[[torch.Tensor], torch.Tensor]  # (R,) raw rows to its answer there, (R, H); infinite where unknown
-    same: float = _SAME
-    bits: bool = False  # the answer is copied and not computed, so that only equal bits count
+    same: float = _SAME  # 0 where the answer is copied and not computed, so that only equal bits count
 
 
 def cause_of(history: Sequence[Made]) -> str | None:
@@ -102,7 +101,7 @@ def cause_of(history: Sequence[Made]) -> str | None:
     got = made.out[made.inputs.valid_rows[wrong]][:, columns].float()
     cause, explained = "", 0.0
     for mistake in _mistakes(history):
-        share = _agreement(mistake.answer(wrong)[:, columns], got, mistake.same, bits=mistake.bits)
+        share = _agreement(mistake.answer(wrong)[:, columns], got, mistake.same)
         if share > explained + 0.01:
             cause, explained = mistake.cause, share
         if explained > _SURE:
@@ -117,7 +116,7 @@ def cause_of(history: Sequence[Made]) -> str | None:
     )
 
 
-def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = _SAME, *, bits: bool = False) -> float:
+def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = _SAME) -> float:
     """Part of the rows that agree, of those where the answer is known; 0 if too few are known to tell.
 
     A mistake that reads past the end of an array is known on the other rows only, often the smaller part. One NaN is
@@ -127,7 +126,7 @@ def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = _SAME, *, 
     if not known.any():
         return 0.0
     agree = known & ((answer == got) | (answer.isnan() & got.isnan())).all(dim=1)
-    if not bits:
+    if same:
         distance = (answer - got).norm(dim=1)
         agree |= known & (distance <= same * answer.norm(dim=1) + 2.0**-24 * got.shape[1] ** 0.5)
         # Whole rows do not agree by chance, so three of them are enough.
@@ -178,9 +177,9 @@ def _copied(history: Sequence[Made], kept: Sequence[Made]) -> Iterator[Mistake]:
         # The whole of out as an earlier call left it, padding included, which no wrong kernel hits by chance.
         same = old.out.shape == made.out.shape and torch.equal(old.out, made.out)
         if same and bool(made.out.any()) and not torch.equal(made.out, made.out_before):
-            yield Mistake(again.format(old.number + 1, ""), old.out[storage].float().__getitem__, bits=True)
+            yield Mistake(again.format(old.number + 1, ""), old.out[storage].float().__getitem__, same=0)
     before = made.out_before[storage].float()
-    yield Mistake("not written, out still holds what it held before the call", before.__getitem__, bits=True)
+    yield Mistake("not written, out still holds what it held before the call", before.__getitem__, same=0)
     answers = {"zero where a value is expected": torch.zeros_like(truth)}
     found = made.out[storage[made.comparison.wrong_rows]].float().unique()
     if len(found) == 1 and bool(found.isfinite()):
