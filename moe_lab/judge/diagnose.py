@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -80,7 +79,7 @@ class Mistake(NamedTuple):
     """One usual mistake."""
 
     cause: str  # the sentence that is shown, without a full stop
-    answer: Callable[[torch.Tensor], torch.Tensor]  # (R,) raw rows to its answer there, (R, H); infinite where unknown
+    answer: torch.Tensor  # what it would have answered, (R, H); infinite where unknown
     same: float = _SAME  # 0 where the answer is copied and not computed, so that only equal bits count
 
 
@@ -100,8 +99,8 @@ def cause_of(history: Sequence[Made]) -> str | None:
     columns = _wrong_columns(made)
     got = made.out[made.inputs.valid_rows[wrong]][:, columns].float()
     cause, explained = "", 0.0
-    for mistake in _mistakes(history):
-        share = _agreement(mistake.answer(wrong)[:, columns], got, mistake.same)
+    for mistake in _mistakes(history, wrong):
+        share = _agreement(mistake.answer[:, columns], got, mistake.same)
         if share > explained + 0.01:
             cause, explained = mistake.cause, share
         if explained > _SURE:
@@ -141,25 +140,25 @@ def _wrong_columns(made: Made) -> torch.Tensor:
     return columns if columns.any() else torch.ones_like(columns)
 
 
-def _mistakes(history: Sequence[Made]) -> Iterator[Mistake]:
-    """Every usual mistake, the most telling first."""
+def _mistakes(history: Sequence[Made], rows: torch.Tensor) -> Iterator[Mistake]:
+    """Every usual mistake with its answer at some raw rows (R,), the most telling first."""
     *earlier, now = history
     inputs = now.inputs
     # The call right before and the very first are the ones that a cache keeps.
     kept = list({id(old): old for old in [*earlier[-1:], *earlier[:1], *earlier[-2:-1]]}.values())
 
     def computed(table: Table, same: float = _SAME) -> Iterator[Mistake]:
-        return (Mistake(cause, partial(_answers, now, **options), same) for cause, options in table.items())
+        return (Mistake(cause, _answers(now, rows, **options), same) for cause, options in table.items())
 
-    yield from _copied(history, kept)
+    yield from _copied(history, kept, rows)
     yield from computed(_remembered(now, kept))
     yield from computed(_weighted(inputs))
-    got = now.out[inputs.valid_rows].float()
-    factor = (got * now.truth).sum(dim=1, keepdim=True) / now.truth.square().sum(dim=1, keepdim=True)
+    got, truth = now.out[inputs.valid_rows[rows]].float(), now.truth[rows]
+    factor = (got * truth).sum(dim=1, keepdim=True) / truth.square().sum(dim=1, keepdim=True)
     # A row of zeros or NaN is a multiple of anything, and a row with its own weight has another fault.
     other = factor.isfinite() & (factor != 0) & ((factor - 1).abs() > 0.02)
     cause = "another route weight than the row's own: it is read at a wrong place, usually at the padded row"
-    yield Mistake(cause, torch.where(other, factor * now.truth, torch.inf).__getitem__)
+    yield Mistake(cause, torch.where(other, factor * truth, torch.inf))
     yield from computed({cause: {"hidden": formula} for cause, formula in _FORMULAS.items()})
     yield from computed(_misplaced(inputs))
     stages = ((1, "hidden", inputs.case.hidden), (2, "intermediate", inputs.case.intermediate))
@@ -169,29 +168,30 @@ def _mistakes(history: Sequence[Made]) -> Iterator[Mistake]:
     yield from computed(_ROUNDINGS, _SAME_ROUNDING)
 
 
-def _copied(history: Sequence[Made], kept: Sequence[Made]) -> Iterator[Mistake]:
+def _copied(history: Sequence[Made], kept: Sequence[Made], rows: torch.Tensor) -> Iterator[Mistake]:
     """What is not computed, or computed right and then spoiled."""
-    made, storage, truth = history[-1], history[-1].inputs.valid_rows, history[-1].truth
+    *earlier, now = history
+    storage, truth = now.inputs.valid_rows, now.truth[rows]
     again = "the answer of call {} again{}: results are kept and replayed"
-    for old in reversed(history[:-1]):
+    for old in reversed(earlier):
         # The whole of out as an earlier call left it, padding included, which no wrong kernel hits by chance.
-        same = old.out.shape == made.out.shape and torch.equal(old.out, made.out)
-        if same and bool(made.out.any()) and not torch.equal(made.out, made.out_before):
-            yield Mistake(again.format(old.number + 1, ""), old.out[storage].float().__getitem__, same=0)
-    before = made.out_before[storage].float()
-    yield Mistake("not written, out still holds what it held before the call", before.__getitem__, same=0)
-    answers = {"zero where a value is expected": torch.zeros_like(truth)}
-    found = made.out[storage[made.comparison.wrong_rows]].float().unique()
+        same = old.out.shape == now.out.shape and torch.equal(old.out, now.out)
+        if same and bool(now.out.any()) and not torch.equal(now.out, now.out_before):
+            yield Mistake(again.format(old.number + 1, ""), old.out[storage[rows]].float(), same=0)
+    before = now.out_before[storage[rows]].float()
+    yield Mistake("not written, out still holds what it held before the call", before, same=0)
+    yield Mistake("zero where a value is expected", torch.zeros_like(truth))
+    found = now.out[storage[now.comparison.wrong_rows]].float().unique()
     if len(found) == 1 and bool(found.isfinite()):
-        answers[f"the constant {float(found):g}"] = torch.full_like(truth, float(found))
-    answers["added to what out held instead of replacing it"] = before + truth
-    answers |= {f"{factor:g} times the right answer": factor * truth for factor in (2.0, 0.5, -1.0)}
+        yield Mistake(f"the constant {float(found):g}", found.expand_as(truth))
+    yield Mistake("added to what out held instead of replacing it", before + truth)
+    for factor in (2.0, 0.5, -1.0):
+        yield Mistake(f"{factor:g} times the right answer", factor * truth)
     for old in kept:
-        if old.out.shape == made.out.shape:
-            answers[again.format(old.number + 1, "")] = old.out[storage].float()
-        if old.truth.shape == truth.shape:
-            answers[again.format(old.number + 1, ", row by row")] = old.truth
-    yield from (Mistake(cause, answer.__getitem__) for cause, answer in answers.items())
+        if old.out.shape == now.out.shape:
+            yield Mistake(again.format(old.number + 1, ""), old.out[storage[rows]].float())
+        if old.truth.shape == now.truth.shape:
+            yield Mistake(again.format(old.number + 1, ", row by row"), old.truth[rows])
 
 
 def _remembered(made: Made, kept: Sequence[Made]) -> Table:
@@ -239,27 +239,24 @@ def _weighted(inputs: Inputs) -> Table:
 
 def _misplaced(inputs: Inputs) -> Table:
     """Experts, tokens, results and matrices at a wrong place."""
-    layout, tokens = inputs.layout, inputs.stacked_expert_tokens
-    own, rows = torch.arange(layout.num_experts), torch.arange(len(tokens), device=tokens.device)
+    own, raw = torch.arange(inputs.layout.num_experts), _raw_rows(inputs)
+    rows = torch.arange(len(raw), device=raw.device)
     table: Table = {}
     for which, others in (("next", own.roll(-1)), ("previous", own.roll(1))):
         table[f"the {which} expert's weights are used"] = {"experts": dict.fromkeys(WEIGHTS, others)}
         table |= {f"the {which} expert's {name} is used": {"experts": {name: others}} for name in WEIGHTS}
     table["expert 0 is used for every row"] = {"experts": dict.fromkeys(WEIGHTS, own * 0)}
-    compact = tokens.clone()
-    compact[inputs.valid_rows] = tokens[: layout.num_rows]
-    moved = {
-        "at raw rows; they live at padded rows, group_padded_offsets[e] + row": compact,
-        "one row off (+1)": tokens.roll(-1, 0),
-        "one row off (-1)": tokens.roll(1, 0),
+    read = {
+        "at raw rows; they live at padded rows, group_padded_offsets[e] + row": raw,
+        "one row off (+1)": rows.roll(-1),
+        "one row off (-1)": rows.roll(1),
     }
-    for where, read in moved.items():
-        table[f"the tokens are read {where}"] = {"inputs": replace(inputs, stacked_expert_tokens=read)}
-    landed = {"to raw rows of out instead of padded rows": torch.where(rows < layout.num_rows, rows, -1)}
-    for distance, name in ((1, "one row"), (layout.block, "one block")):
-        landed[f"{name} too far"] = _at(_raw_rows(inputs), rows - distance, -1)
-        landed[f"{name} too early"] = _at(_raw_rows(inputs), rows + distance, -1)
-    table |= {f"the result is written {where}": {"written": written} for where, written in landed.items()}
+    table |= {f"the tokens are read {where}": {"read": storage} for where, storage in read.items()}
+    written = {"to raw rows of out instead of padded rows": torch.where(rows < inputs.layout.num_rows, rows, -1)}
+    for distance, name in ((1, "one row"), (inputs.layout.block, "one block")):
+        written[f"{name} too far"] = _at(raw, rows - distance, -1)
+        written[f"{name} too early"] = _at(raw, rows + distance, -1)
+    table |= {f"the result is written {where}": {"written": landed} for where, landed in written.items()}
     matrices = {
         "down_w is read transposed: it is (E, hidden, intermediate)": WEIGHTS[2:],
         "gate_w and up_w are read transposed: they are (E, intermediate, hidden)": WEIGHTS[:2],
@@ -280,6 +277,7 @@ def _answers(
     experts: Mapping[str, torch.Tensor] = MappingProxyType({}),  # by weight: the expert used for each instead, (E,)
     rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,  # what a matrix of weights becomes
     stage_1: slice = slice(None), stage_2: slice = slice(None),  # which part of H and of I is in the sum
+    read: torch.Tensor | None = None,  # (P,) storage row of the tokens that is read instead of each
     factor: torch.Tensor | None = None,  # (N,) instead of the route weights
     written: torch.Tensor | None = None,  # (P,) raw row whose answer goes to a storage row of ``out``, -1 for none
 ) -> torch.Tensor:  # fmt: skip
@@ -300,7 +298,8 @@ def _answers(
 
     first, owned = (left, _raw_rows(left)[storage]) if left else (inputs, source)
     unknown, owned = owned < 0, owned.clamp_min(0)
-    x = first.stacked_expert_tokens[first.valid_rows[owned]].float()
+    place = first.valid_rows[owned]
+    x = first.stacked_expert_tokens[place if read is None else read[place]].float()
     h = hidden(product(x, "gate_w", first, owned, stage_1), product(x, "up_w", first, owned, stage_1))
     answer = product(h, "down_w", inputs, source, stage_2)
     answer *= (inputs.routed_expert_weights if factor is None else factor)[source, None].float()
