@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from moe_lab.problem.layout import Distribution, GroupedLayout, group_sizes
 Values = Literal["normal", "large", "tiny", "mixed"]
 TokenPoison = Literal["nan", "large", "zeros"]
 
-#: Scale of the tokens for each kind of values but "mixed"; weights are scaled by 1/sqrt(reduction length).
-_TOKEN_SCALE = {"normal": 1.0, "large": 8.0, "tiny": 2.0**-8}
+#: Scale of the tokens for each kind of values; "mixed" gives each row a power of two of its own.
+_TOKEN_SCALE = {"normal": 1.0, "large": 8.0, "tiny": 2.0**-8, "mixed": 1.0}
+_PADDING = {"nan": float("nan"), "large": 60000.0, "zeros": 0.0}
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Inputs:
     @property
     def valid_rows(self) -> torch.Tensor:
         """Row in ``stacked_expert_tokens`` and ``out`` of each raw row, (N,) int64 on the inputs' device."""
-        compact = self.variant.storage == "compact"
-        rows = tuple(range(self.layout.num_rows)) if compact else self.layout.raw_to_padded
+        rows = range(self.layout.num_rows) if self.variant.storage == "compact" else self.layout.raw_to_padded
         return torch.tensor(rows, dtype=torch.int64, device=self.out.device)
 
 
@@ -65,24 +65,14 @@ def make_inputs(
     variant: Variant = JUDGE_PROFILE, values: Values = "normal", token_poison: TokenPoison = "nan", seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Inputs:  # fmt: skip
-    """Make the ten tensors of one call.
+    """Make the ten tensors of one call: same seed, same bits.
 
-    Tokens are N(0, 1) times the scale of ``values``; gate, up and down weights are N(0, 1) divided by the root of
-    their reduction length, so that activations stay of order 1 (scale of the platform's earlier public version of the
-    operator, with larger tokens; the contest's own scale is not published). Route weights are uniform in [0, 1).
-
-    Args:
-        case: E, N, and any positive H and I.
-        sizes: valid rows of each expert, E integers that sum to ``case.num_tokens``; by default drawn from
-            ``distribution``, see :func:`group_sizes`.
-        variant: the reading of the contract.
-        values: "normal", "large" (8x), "tiny" (1/256) or "mixed" (each row its own power of two).
-        token_poison: what padding rows of the tokens hold: "nan", "large" (+-60000) or "zeros".
-        seed: same seed, same bits.
-        device: where the tensors end up.
-
-    Raises:
-        ContractError: for sizes that are negative, do not sum to N or do not match E, and unknown names.
+    Tokens are N(0, 1), times 8 for ``values="large"``, 1/256 for "tiny", a power of two of each row's own for "mixed";
+    weights are N(0, 1) divided by the root of their reduction length, so that activations stay of order 1 (scale of the
+    platform's earlier public version of the operator, with larger tokens; the contest's own is not published). Route
+    weights are uniform in [0, 1). Padding rows of the tokens hold NaN, +-60000 ("large") or zeros. ``sizes`` are drawn
+    from ``distribution`` by default, see :func:`group_sizes`. Raises ContractError for sizes that are negative, do not
+    sum to N or do not match E, and unknown names.
     """
     experts, hidden, intermediate = case.num_experts, case.hidden, case.intermediate
     sizes = group_sizes(distribution, experts, case.num_tokens, seed) if sizes is None else sizes
@@ -106,13 +96,10 @@ def make_inputs(
     block_map = layout.block_map
     if variant.block_map == "surplus":
         # As in the operator's earlier public version: room for the worst case, the rest naming the last expert.
-        surplus = -(-layout.num_rows // layout.block) + experts - len(block_map)
-        block_map += (experts - 1,) * surplus
+        block_map += (experts - 1,) * (-(-layout.num_rows // layout.block) + experts - len(block_map))
     integers = (layout.sizes, layout.offsets[:entries], layout.padded_offsets[:entries], block_map)
-    placed = [tensor.to(device) for tensor in (tokens, *weights, route_weights)]
-    placed += [torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in integers]
-    placed += [out.to(device)]
-    return Inputs(case, layout, variant, *placed)
+    tensors = [tokens, *weights, route_weights, *(torch.tensor(row, dtype=torch.int32) for row in integers), out]
+    return Inputs(case, layout, variant, *(tensor.to(device) for tensor in tensors))
 
 
 def draw_inputs(
@@ -123,10 +110,7 @@ def draw_inputs(
 
     A contest case holds gigabytes of weights, which a CPU takes minutes to draw and to move. The same seed gives the
     same bits on the same kind of device. Without ``idle_weights`` those of experts without rows are not drawn but
-    zeros, on a CPU in memory that is never touched.
-
-    Raises:
-        ContractError: as :func:`make_inputs`.
+    zeros, on a CPU in memory that is never touched. Raises ContractError as :func:`make_inputs`.
     """
     thin = make_inputs(replace(case, hidden=1, intermediate=1), sizes, seed=seed, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -134,8 +118,9 @@ def draw_inputs(
 
     def weights(rows: int, columns: int) -> torch.Tensor:
         shape = (case.num_experts, rows, columns)
-        made = torch.empty(shape if idle_weights else 0, dtype=torch.float16, device=device)
-        if not idle_weights:
+        if idle_weights:
+            made = torch.empty(shape, dtype=torch.float16, device=device)
+        else:
             # numpy's zeros are pages that the system only hands out when somebody writes to them.
             made = torch.from_numpy(np.zeros(shape, dtype=np.float16)).to(device)
         for expert, size in enumerate(thin.layout.sizes):
@@ -151,25 +136,22 @@ def draw_inputs(
 
 
 def _tokens(
-    layout: GroupedLayout, hidden: int, values: Values, token_poison: TokenPoison, generator: torch.Generator,
-    *, padded: bool = True,
-) -> torch.Tensor:  # fmt: skip
+    layout: GroupedLayout, hidden: int, values: str, poison: str, generator: torch.Generator, padded: bool = True
+) -> torch.Tensor:
     """Tokens of one call on the generator's device: (P, H) fp16, or (N, H) without padding rows."""
+    for name, value, known in (("values", values, _TOKEN_SCALE), ("token_poison", poison, _PADDING)):
+        if value not in known:
+            raise ContractError(f"got {name}={value!r}, expected one of {', '.join(known)}")
     device, rows = generator.device, layout.num_rows
-    if values != "mixed" and values not in _TOKEN_SCALE:
-        raise ContractError(f"got values={values!r}, expected one of {', '.join(get_args(Values))}")
-    if token_poison not in get_args(TokenPoison):
-        raise ContractError(f"got token_poison={token_poison!r}, expected one of {', '.join(get_args(TokenPoison))}")
-    scale: float | torch.Tensor = _TOKEN_SCALE.get(values, 1.0)
+    scale: float | torch.Tensor = _TOKEN_SCALE[values]
     if values == "mixed":
         # Each row its own power of two, so that a relative error of a small row cannot hide behind a large one.
         scale = torch.exp2(torch.randint(-8, 4, (rows, 1), generator=generator, device=device).float())
     valid = torch.randn((rows, hidden), generator=generator, device=device).mul_(scale).half()
     if not padded:
         return valid
-    fill = float("nan") if token_poison == "nan" else 60000.0 if token_poison == "large" else 0.0
-    tokens = torch.full((layout.num_padded_rows, hidden), fill, dtype=torch.float16, device=device)
-    if token_poison == "large":
+    tokens = torch.full((layout.num_padded_rows, hidden), _PADDING[poison], dtype=torch.float16, device=device)
+    if poison == "large":
         tokens *= torch.randint(0, 2, tokens.shape, generator=generator, device=device) * 2 - 1
     tokens[torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=device)] = valid
     return tokens

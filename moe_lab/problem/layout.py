@@ -1,8 +1,7 @@
 """The grouped-padding layout: tokens sorted by expert, every group starting at a multiple of the block size.
 
-Two index spaces live side by side. *Raw* rows count valid rows only (N of them): route weights live there. *Padded*
-rows count storage (P of them): tokens and the result live there. Row r of expert e is raw row ``offsets[e] + r`` and
-padded row ``padded_offsets[e] + r``; mixing the two is the classic mistake.
+*Raw* rows count valid rows only, N: route weights live there. *Padded* rows count storage, P: tokens and results live
+there. Row r of expert e is raw row ``offsets[e] + r`` and padded row ``padded_offsets[e] + r``: do not mix the two.
 """
 
 from __future__ import annotations
@@ -28,44 +27,39 @@ DISTRIBUTIONS = cast(tuple[Distribution, ...], get_args(Distribution))
 def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, seed: int = 0) -> tuple[int, ...]:
     """Draw how many rows each expert gets: E sizes that sum to N.
 
-    Args:
-        distribution: "balanced" (sizes differ by at most one), "multinomial" (each row picks an expert uniformly),
-            "skewed" (Zipf weights 1/rank over shuffled experts) or "one_expert" (one takes all).
-        num_experts, num_rows: E, at least 1, and N, at least 0.
-        seed: any integer; balanced sizes need none.
-
-    Raises:
-        ContractError: for an unknown distribution or sizes out of range.
+    "balanced" sizes differ by at most one; "multinomial": each row picks an expert uniformly; "skewed": with Zipf
+    weights, 1/rank over shuffled experts; "one_expert" takes all. Raises ContractError for another one, or no expert.
 
     >>> group_sizes("balanced", 3, 7)
     (3, 2, 2)
     """
     if num_experts < 1 or num_rows < 0:
         raise ContractError(f"got {num_experts} experts and {num_rows} rows, expected at least 1 and 0")
+    if distribution not in DISTRIBUTIONS:
+        raise ContractError(f"got distribution {distribution!r}, expected one of {', '.join(DISTRIBUTIONS)}")
     rng = random.Random(f"{distribution}-{num_experts}-{num_rows}-{seed}")
-    experts = range(num_experts)
     if distribution == "balanced":
         drawn = [row % num_experts for row in range(num_rows)]
     elif distribution == "one_expert":
         drawn = [rng.randrange(num_experts)] * num_rows
-    elif distribution == "multinomial":
-        drawn = rng.choices(experts, [1.0] * num_experts, k=num_rows)
-    elif distribution == "skewed":
-        weights = [1.0 / rank for rank in range(1, num_experts + 1)]
-        rng.shuffle(weights)
-        drawn = rng.choices(experts, weights, k=num_rows)
     else:
-        raise ContractError(f"got distribution {distribution!r}, expected one of {', '.join(DISTRIBUTIONS)}")
+        weights = [1.0 / rank if distribution == "skewed" else 1.0 for rank in range(1, num_experts + 1)]
+        if distribution == "skewed":
+            rng.shuffle(weights)
+        drawn = rng.choices(range(num_experts), weights, k=num_rows)
+    return _counts(drawn, num_experts)
+
+
+def _counts(drawn: Sequence[int], num_experts: int) -> tuple[int, ...]:
     counts = Counter(drawn)
-    return tuple(counts[expert] for expert in experts)
+    return tuple(counts[expert] for expert in range(num_experts))
 
 
 @dataclass(frozen=True)
 class GroupedLayout:
     """Where every expert's rows lie.
 
-    Raises:
-        ContractError: for no expert, a size that is no integer or negative, or a block below 1.
+    Raises ContractError for no expert, a size that is no integer or negative, or a block below 1.
 
     >>> layout = GroupedLayout((3, 0, 2), block=2)
     >>> layout.offsets, layout.padded_offsets, layout.block_map
@@ -92,7 +86,7 @@ class GroupedLayout:
             raise ContractError(f"got block={self.block}, expected at least 1 row")
         if self.padding_rule not in get_args(PaddingRule):
             raise ContractError(f"got padding_rule={self.padding_rule!r}, expected 'ceil' or 'plus_one'")
-        object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
+        object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
 
     @classmethod
     def from_choices(
@@ -101,15 +95,13 @@ class GroupedLayout:
     ) -> GroupedLayout:  # fmt: skip
         """Count a router's choices: expert of each (token, k) pair, any shape.
 
-        Raises:
-            ContractError: for a choice outside [0, num_experts).
+        Raises ContractError for a choice outside [0, num_experts).
         """
         flat = choices.flatten().tolist() if hasattr(choices, "flatten") else list(choices)
         for position, expert in enumerate(flat):
             if not 0 <= expert < num_experts:
                 raise ContractError(f"got expert {expert} at position {position}, expected 0 to {num_experts - 1}")
-        counts = Counter(flat)
-        return cls(tuple(counts[expert] for expert in range(num_experts)), block, padding_rule)
+        return cls(_counts(flat, num_experts), block, padding_rule)
 
     @property
     def num_experts(self) -> int:
@@ -148,11 +140,7 @@ class GroupedLayout:
 
     @property
     def waste(self) -> float:
-        """Share of the padded rows that are padding, in [0, 1]; 0 for an empty layout.
-
-        >>> GroupedLayout((142,) * 16).waste
-        0.4453125
-        """
+        """Share of the padded rows that are padding, in [0, 1]; 0 for an empty layout."""
         return 1 - self.num_rows / self.num_padded_rows if self.num_padded_rows else 0.0
 
     @cached_property
@@ -166,11 +154,7 @@ class GroupedLayout:
         return tuple(start + row for start, size in groups for row in range(size))
 
     def actual_rows(self, block: int) -> int:
-        """Valid rows of a block, numbered from 0: min(block size, what is left of its group), never below 0.
-
-        Raises:
-            ContractError: for a block that does not exist.
-        """
+        """Valid rows of a block, numbered from 0; raises ContractError for one that does not exist."""
         if not 0 <= block < len(self.block_map):
             raise ContractError(f"got block {block}, expected 0 to {len(self.block_map) - 1}")
         expert = self.block_map[block]
@@ -181,19 +165,11 @@ class GroupedLayout:
 def permute(
     tokens: torch.Tensor, choices: torch.Tensor, route_weights: torch.Tensor, layout: GroupedLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gather tokens into the grouped layout, padding rows zero.
+    """Gather tokens (T, H) into the layout of the same choices (T, K), padding rows zero.
 
-    Args:
-        tokens: (T, H), any dtype.
-        choices, route_weights: (T, K), expert and weight of each choice.
-        layout: built from the same choices.
-
-    Returns:
-        ``stacked`` (P, H) in the dtype of tokens, ``weights`` (N,) in the dtype of route_weights and raw order, and
-        ``source`` (N,) int64: the flat position t*K + k of each raw row, which :func:`unpermute` needs.
-
-    Raises:
-        ContractError: if the choices do not fill the layout.
+    Returns ``stacked`` (P, H) in the dtype of tokens, ``weights`` (N,): the route_weights (T, K) in raw order, and
+    ``source`` (N,) int64: the flat position t*K + k of each raw row, which :func:`unpermute` needs.
+    Raises ContractError if the choices do not fill the layout.
     """
     import torch
 
@@ -213,15 +189,9 @@ def permute(
 def unpermute(
     out: torch.Tensor, source: torch.Tensor, layout: GroupedLayout, num_tokens: int, top_k: int
 ) -> torch.Tensor:
-    """Sum the K results of every token in fp32; the route weights are already in ``out``.
+    """Sum the K results of every token in fp32, for ``out`` (P, H), which already holds the route weights.
 
-    Args:
-        out: (P, H), result in ``layout``.
-        source: (N,), from :func:`permute`.
-        num_tokens, top_k: T and K.
-
-    Returns:
-        (T, H) in the dtype of ``out``.
+    Returns (T, H) in the dtype of ``out``; ``source`` (N,) is from :func:`permute`.
     """
     import torch
 

@@ -28,11 +28,8 @@ class Experts:
 def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax router with top-k renormalised weights, for tokens (T, H) and router_w (E, H).
 
-    Returns:
-        ``choices`` (T, K) int64 and ``weights`` (T, K) fp32 that sum to 1 for each token.
-
-    Raises:
-        ContractError: for a top_k outside 1 to E.
+    Returns ``choices`` (T, K) int64 and ``weights`` (T, K) fp32 that sum to 1 for each token.
+    Raises ContractError for a top_k outside 1 to E.
     """
     num_experts = router_w.shape[0]
     if not 1 <= top_k <= num_experts:
@@ -47,9 +44,9 @@ def expert_ffn(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor, down_w
     return (F.silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T
 
 
-def weights_of(experts: Experts | Inputs, expert: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Gate, up and down weights of one expert in another dtype."""
-    return tuple(weights[expert].to(dtype) for weights in (experts.gate_w, experts.up_w, experts.down_w))
+def _of_expert(experts: Experts | Inputs, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of one of the experts in the dtype of x."""
+    return expert_ffn(x, *(weights[expert].to(x.dtype) for weights in (experts.gate_w, experts.up_w, experts.down_w)))
 
 
 def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -57,8 +54,7 @@ def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Te
     out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for token in range(tokens.shape[0]):
         for choice, weight in zip(choices[token].tolist(), weights[token].float(), strict=True):
-            x = tokens[token : token + 1].float()
-            out[token] += weight * expert_ffn(x, *weights_of(experts, choice))[0]
+            out[token] += weight * _of_expert(experts, choice, tokens[token : token + 1].float())[0]
     return out
 
 
@@ -70,25 +66,21 @@ def moe_per_expert(
     for expert in range(experts.num_experts):
         rows, slots = torch.where(choices == expert)
         if rows.numel():
-            y = expert_ffn(tokens[rows].float(), *weights_of(experts, expert))
+            y = _of_expert(experts, expert, tokens[rows].float())
             out.index_add_(0, rows, y * weights[rows, slots, None].float())
     return out
 
 
 def fused_truth(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What ``run_kernel`` must compute: (N, H) in fp32 or fp64, without rounding in between.
+    """What ``run_kernel`` must compute: (N, H) in fp32 or fp64 and raw order, without rounding in between.
 
-    Row i belongs to raw row i; padding is not part of it, and ``inputs.out`` is not touched.
-
-    Source:
-        the problem statement's reference: fp32 from fp16 inputs, hidden not rounded to fp16.
+    Source: the problem statement's reference, fp32 from fp16 inputs, hidden not rounded to fp16.
     """
     layout, rows = inputs.layout, inputs.valid_rows
     out = torch.empty(layout.num_rows, inputs.case.hidden, dtype=dtype, device=inputs.out.device)
     for expert, size in enumerate(layout.sizes):
         if size:
             span = slice(layout.offsets[expert], layout.offsets[expert + 1])
-            x = inputs.stacked_expert_tokens[rows[span]].to(dtype)
-            y = expert_ffn(x, *weights_of(inputs, expert, dtype))
+            y = _of_expert(inputs, expert, inputs.stacked_expert_tokens[rows[span]].to(dtype))
             out[span] = y * inputs.routed_expert_weights[span, None].to(dtype)
     return out
