@@ -1,7 +1,6 @@
-"""The contract: what ``run_kernel`` is given, what it must write, and what its sources leave open.
+"""The contract: what ``run_kernel`` is given, what it must write, and what its sources leave open; torch is not needed.
 
-Nothing here needs torch. Shapes are written with E experts, H hidden, I intermediate, N raw (valid) rows and
-P padded rows; see ``data/README.md`` for where each fact comes from.
+Shapes: E experts, H hidden, I intermediate, N raw (valid) rows, P padded rows. ``data/README.md`` names the sources.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ BLOCK_TOKEN = 128
 JUDGE_TOLERANCE = 0.05
 #: The name and the ten parameters that a submission must have, in order.
 ENTRY_POINT = "run_kernel"
-#: The four names that an exported file keeps, so that everybody knows where to change what.
-TEMPLATE_NAMES = ("_moe_forward_kernel", "_get_kernel", "_get_workspace", "run_kernel")
 
 
 def data_dir() -> Path:
-    """The folder ``data/`` of this checkout.
-
-    Raises:
-        DataError: if the package was installed without its checkout.
-    """
+    """The folder ``data/`` of this checkout; raises DataError if the package was installed without one."""
     path = Path(__file__).resolve().parents[2] / "data"
     if not path.is_dir():
         raise DataError(
@@ -86,8 +79,8 @@ class Case:
         for field, least in (("num_experts", 1), ("hidden", 1), ("intermediate", 1), ("num_tokens", 0)):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                got = f"case {self.name!r}: got {field}={value!r}"
-                raise ContractError(f"{got}, expected an integer of at least {least}")
+                found = f"case {self.name!r}: got {field}={value!r}"
+                raise ContractError(f"{found}, expected an integer of at least {least}")
 
     def extents(self, num_padded_rows: int) -> dict[str, int]:
         """What each symbol of :data:`ARGUMENTS` stands for, given P.
@@ -102,8 +95,6 @@ class Case:
 
 
 class _Cases(Mapping[int, Case]):
-    """The contest's cases by number, read from ``data/cases.csv`` when first used."""
-
     @functools.cached_property
     def _read(self) -> dict[int, Case]:
         from moe_lab.problem.tables import load
@@ -122,7 +113,7 @@ class _Cases(Mapping[int, Case]):
         return len(self._read)
 
 
-#: The contest's cases: ``CASES[1]`` to ``CASES[3]``.
+#: The contest's cases, ``CASES[1]`` to ``CASES[3]``; ``data/cases.csv`` is read when one is first asked for.
 CASES: Mapping[int, Case] = _Cases()
 
 

@@ -39,14 +39,10 @@ def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[tor
     return choices, weights / weights.sum(dim=-1, keepdim=True)
 
 
-def expert_ffn(x: torch.Tensor, gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of one expert, (rows, H) for x (rows, H), in the dtype of the arguments."""
+def expert_ffn(experts: Experts | Inputs, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of one of the experts, (rows, H) for x (rows, H), in the dtype of x."""
+    gate_w, up_w, down_w = (weights[expert].to(x.dtype) for weights in (experts.gate_w, experts.up_w, experts.down_w))
     return (F.silu(x @ gate_w.T) * (x @ up_w.T)) @ down_w.T
-
-
-def _of_expert(experts: Experts | Inputs, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of one of the experts in the dtype of x."""
-    return expert_ffn(x, *(weights[expert].to(x.dtype) for weights in (experts.gate_w, experts.up_w, experts.down_w)))
 
 
 def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -54,7 +50,7 @@ def moe_per_token(tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Te
     out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for token in range(tokens.shape[0]):
         for choice, weight in zip(choices[token].tolist(), weights[token].float(), strict=True):
-            out[token] += weight * _of_expert(experts, choice, tokens[token : token + 1].float())[0]
+            out[token] += weight * expert_ffn(experts, choice, tokens[token : token + 1].float())[0]
     return out
 
 
@@ -66,7 +62,7 @@ def moe_per_expert(
     for expert in range(experts.num_experts):
         rows, slots = torch.where(choices == expert)
         if rows.numel():
-            y = _of_expert(experts, expert, tokens[rows].float())
+            y = expert_ffn(experts, expert, tokens[rows].float())
             out.index_add_(0, rows, y * weights[rows, slots, None].float())
     return out
 
@@ -81,6 +77,6 @@ def fused_truth(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Ten
     for expert, size in enumerate(layout.sizes):
         if size:
             span = slice(layout.offsets[expert], layout.offsets[expert + 1])
-            y = _of_expert(inputs, expert, inputs.stacked_expert_tokens[rows[span]].to(dtype))
+            y = expert_ffn(inputs, expert, inputs.stacked_expert_tokens[rows[span]].to(dtype))
             out[span] = y * inputs.routed_expert_weights[span, None].to(dtype)
     return out

@@ -1,7 +1,6 @@
 """Group sizes for the contest's cases: random routings with their seeds, and the shapes that break kernels.
 
-They are recorded in ``data/routings/routings.csv``, so that everybody times and judges the same routing;
-``tests/problem/test_routings.py`` draws them again, and compares.
+``data/routings/routings.csv`` records them, so that everybody times and judges the same; a test draws them again.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Routing:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit the case."""
-        if self.case not in CASES:
+        case = CASES.get(self.case)
+        if case is None:
             raise ValueError(f"got case {self.case}, expected one of {', '.join(map(str, CASES))}")
-        case = CASES[self.case]
         if len(self.sizes) != case.num_experts or min(self.sizes) < 0 or sum(self.sizes) != case.num_tokens:
             raise ValueError(
                 f"got {len(self.sizes)} sizes that sum to {sum(self.sizes)}, expected {case.num_experts} of at least 0 "
@@ -39,20 +38,12 @@ class Routing:
 
 @functools.cache
 def routings() -> tuple[Routing, ...]:
-    """Every recorded routing.
-
-    Raises:
-        DataError: for a row that does not fit its case, or a name given twice.
-    """
+    """Every recorded routing; raises DataError for a row that does not fit its case, or a name given twice."""
     return load(data_dir() / "routings" / "routings.csv", Routing, key=("case", "name"))
 
 
 def routing(case: int, name: str) -> Routing:
-    """One recorded routing.
-
-    Raises:
-        DataError: for a name that the case does not have.
-    """
+    """One recorded routing; raises DataError for a name that the case does not have."""
     known = {row.name: row for row in routings() if row.case == case}
     if name not in known:
         raise DataError(f"got routing {name!r} for case {case}, expected one of {', '.join(known) or 'a known case'}")

@@ -1,8 +1,6 @@
-"""A submission: source text plus the literals at its top.
+"""A submission: source text plus the literals at its top; all that judges, times or draws takes one.
 
-Steps, files of strangers, notebook cells and configurations of the tile explorer are all submissions, so everything
-that judges, times or draws takes one thing. Literals are found and rewritten by their position in the text, so
-nothing else of a file ever changes.
+Literals are found and rewritten by their position in the text, so nothing else of a file ever changes.
 """
 
 from __future__ import annotations
@@ -52,27 +50,19 @@ class Submission:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Submission:
-        """Read a file.
-
-        Raises:
-            SubmissionError: if it is missing, no file, too large, not UTF-8, or empty.
-        """
+        """Read a file; raises SubmissionError if it is missing, no file, too large, not UTF-8, or empty."""
         path = Path(path)
         try:
             data = read_file(path, _MAX_BYTES + 1)
             if len(data) > _MAX_BYTES:
-                raise SubmissionError(
-                    f"got {path.stat().st_size} bytes in {path}, expected at most {_MAX_BYTES}, usually because it is "
-                    "not the file you meant"
-                )
+                found = f"got {path.stat().st_size} bytes in {path}, expected at most {_MAX_BYTES}"
+                raise SubmissionError(f"{found}, usually because it is not the file you meant")
             text = data.decode("utf-8-sig")
         except FileNotFoundError:
             raise SubmissionError(f"got no file {path}, expected a Python file with {ENTRY_POINT}") from None
         except UnicodeDecodeError as error:
-            raise SubmissionError(
-                f"got bytes that are not UTF-8 in {path} (offset {error.start}), expected Python text, usually because "
-                "the file was saved in another encoding"
-            ) from None
+            found = f"got bytes that are not UTF-8 in {path} (offset {error.start}), expected Python text"
+            raise SubmissionError(f"{found}, usually because the file was saved in another encoding") from None
         except OSError as error:
             raise SubmissionError(f"{path} cannot be read: {error.strerror}") from None
         if not text.strip():
@@ -82,11 +72,7 @@ class Submission:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The parsed module.
-
-        Raises:
-            SubmissionError: for text that is no Python, with line and column.
-        """
+        """The parsed module; raises SubmissionError with line and column for text that is no Python."""
         try:
             return ast.parse(self.source, filename=self.name)
         except SyntaxError as error:
@@ -132,14 +118,13 @@ class Submission:
     def with_literals(self, **values: LiteralValue) -> Submission:
         """The same text with some literals changed, and nothing else.
 
-        Raises:
-            SubmissionError: for a name that is no literal of this file or a value of another kind.
+        Raises SubmissionError for a name that is no literal of this file or a value of another kind.
         """
-        unknown = sorted(set(values) - set(self.literals))
+        unknown = ", ".join(sorted(set(values) - set(self.literals)))
         if unknown:
+            expected = f"one of {', '.join(self.literals) or 'no literal at all'} ({self.name})"
             raise SubmissionError(
-                f"got {', '.join(unknown)}, expected one of {', '.join(self.literals) or 'no literal at all'} "
-                f"({self.name}), usually because the name is computed or bound twice"
+                f"got {unknown}, expected {expected}, usually because the name is computed or bound twice"
             )
         text = self.source.encode()
         for name, literal in reversed(self.literals.items()):
@@ -158,18 +143,13 @@ class Submission:
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the text; an existing file is replaced in one step or not at all.
-
-        Raises:
-            SubmissionError: if the folder does not exist or cannot be written to.
-        """
+        """Write the text as :func:`write_atomic` does."""
         return write_atomic(path, self.source.encode())
 
     def execute(self, folder: Path) -> dict[str, Any]:
         """Run the text in this process, without any sandbox, and return its module-level names.
 
-        The folder gets ``submission.py``, since TileLang reads the source of a kernel from its file; it has to stay
-        for as long as kernels are built.
+        TileLang reads the source of a kernel from ``submission.py`` in the folder for as long as kernels are built.
         """
         path = self.save(folder / "submission.py")
         module = types.ModuleType("submission")
@@ -179,11 +159,7 @@ class Submission:
 
 
 def read_file(path: Path, most_bytes: int = -1) -> bytes:
-    """Read a file that ends, all of it or so many bytes: a pipe may never end, and some devices never do.
-
-    Raises:
-        OSError: if it cannot be read, or is a device or a pipe.
-    """
+    """Read a file, or so many bytes of it; raises OSError for a device or a pipe, which may never end."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a file")
@@ -195,16 +171,13 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
     """Write beside the target, then rename: a reader sees the old bytes or the new ones, never half.
 
     A link stays a link. A device or a pipe, such as /dev/stdout, is written to and never replaced.
-
-    Raises:
-        SubmissionError: if the folder does not exist or cannot be written to.
+    Raises SubmissionError if the folder does not exist or cannot be written to.
     """
     given = path = Path(path)
     beside = None
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            with path.open("wb") as stream:
-                stream.write(data)
+            path.write_bytes(data)
             return given
         path = Path(os.path.realpath(path))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

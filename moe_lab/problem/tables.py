@@ -33,11 +33,7 @@ def load(path: Path, row_type: type[Row], *, key: Sequence[str] = ()) -> tuple[R
 
     A cell is converted by the field's type; an empty one is None, which only an optional field takes. The row type's
     own ``__post_init__`` may raise ``ValueError`` for what a single cell cannot show. No two rows may share the cells
-    of the columns in ``key``.
-
-    Raises:
-        DataError: for a missing file, another header, a row that does not fit, or one given twice; names file, line
-            and column.
+    of the columns in ``key``. Raises DataError, which names file, line and column, for anything else.
     """
     columns = [field.name for field in fields(row_type)]  # type: ignore[arg-type]
     adapter, rows, seen = TypeAdapter(row_type), [], set()
@@ -50,10 +46,8 @@ def load(path: Path, row_type: type[Row], *, key: Sequence[str] = ()) -> tuple[R
             for cells in reader:
                 where = f"{path.name}, line {reader.line_num}"
                 if len(cells) != len(columns):
-                    raise DataError(
-                        f"{where}: got {len(cells)} cells, expected {len(columns)}, usually because a text with a "
-                        "comma has no quotes"
-                    )
+                    found = f"{where}: got {len(cells)} cells, expected {len(columns)}"
+                    raise DataError(f"{found}, usually because a text with a comma has no quotes")
                 texts = dict(zip(columns, cells, strict=True))
                 name = tuple(texts[column] for column in key)
                 if name and name in seen:
@@ -117,9 +111,8 @@ class PublishedResult:
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
         """Times of all three cases, None unless all are known."""
-        if self.case1_ms is None or self.case2_ms is None or self.case3_ms is None:
-            return None
-        return self.case1_ms, self.case2_ms, self.case3_ms
+        one, two, three = self.case1_ms, self.case2_ms, self.case3_ms
+        return None if one is None or two is None or three is None else (one, two, three)
 
 
 @dataclass(frozen=True)
@@ -161,17 +154,17 @@ class Lever:
 
 @functools.cache
 def published_results() -> tuple[PublishedResult, ...]:
-    """Public results of the contest's operator on a C500 (``data/published/c500_results.csv``)."""
+    """Public results of the contest's operator on a C500."""
     return load(data_dir() / "published" / "c500_results.csv", PublishedResult)
 
 
 @functools.cache
 def published_tuning() -> tuple[TuningResult, ...]:
-    """A public tuning table on a C500 (``data/published/c500_tuning.csv``)."""
+    """A public tuning table on a C500."""
     return load(data_dir() / "published" / "c500_tuning.csv", TuningResult)
 
 
 @functools.cache
 def published_levers() -> tuple[Lever, ...]:
-    """What helped and what did not on a C500 (``data/published/c500_levers.csv``)."""
+    """What helped and what did not on a C500."""
     return load(data_dir() / "published" / "c500_levers.csv", Lever)
