@@ -5,12 +5,10 @@ python -m moe_lab.lesson.readme      write them anew (part of make notebooks)
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from pathlib import Path
 
-from moe_lab import judge
 from moe_lab.lesson.export import TAG
 from moe_lab.problem.errors import DataError
 from moe_lab.problem.submission import write_atomic
@@ -34,12 +32,6 @@ def verdict() -> str:
         raise DataError("got no accepted verdict in 08_your_submission.ipynb, expected one: run `make notebooks`")
     lines = [line.rstrip() for line in shown.partition("open question")[0].splitlines()]
     return "```text\n" + "\n".join(lines).strip() + "\n```"
-
-
-def judged() -> str:
-    """What the judge checks and what it does not defend: its own docstring after the first paragraph."""
-    text = (inspect.getdoc(judge) or "").partition("\n\n")[2].strip().replace("``", "`")
-    return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text)
 
 
 def speed() -> str:
@@ -79,7 +71,7 @@ def speed() -> str:
 
 
 #: What stands between which markers.
-PARTS = {"verdict": verdict, "judge": judged, "speed": speed}
+PARTS = {"verdict": verdict, "speed": speed}
 
 
 def rendered(text: str) -> str:
