@@ -362,13 +362,12 @@ def pattern_of(made: Made) -> str | None:
         first, final = int(listed[0]), int(listed[-1])
         whole = final - first + 1 == len(listed)
         parts.append(f"columns {first} to {final} only" if whole else _residue("columns", listed))
-    return ", ".join(part for part in parts if part) or None
+    return ", ".join(filter(None, parts)) or None
 
 
 def _rows_pattern(inputs: Inputs, wrong: torch.Tensor) -> str | None:
-    layout, block, in_group = inputs.layout, inputs.layout.block, _in_group(inputs)
-    sizes = torch.tensor(layout.sizes, device=wrong.device)
-    size = torch.repeat_interleave(sizes, sizes)
+    sizes, block, in_group = torch.tensor(inputs.layout.sizes), inputs.layout.block, _in_group(inputs)
+    size = torch.repeat_interleave(sizes, sizes).to(wrong.device)
     last, in_block = in_group == size - 1, in_group % block
     patterns = {
         "the last row of each group": last,
@@ -381,13 +380,11 @@ def _rows_pattern(inputs: Inputs, wrong: torch.Tensor) -> str | None:
         "the upper half of each block, rows 64 to 127": in_block >= block // 2,
         "the lower half of each block, rows 0 to 63": in_block < block // 2,
     }
-    for name, rows in patterns.items():
-        if torch.equal(rows, wrong):
-            return f"exactly {name}"
     experts = [expert for expert, _ in _experts(inputs, torch.nonzero(wrong).flatten())]
-    if sum(layout.sizes[expert] for expert in experts) == int(wrong.sum()):
-        return f"exactly the rows of expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"
-    return _residue("rows", in_group[wrong])
+    if int(sizes[experts].sum()) == int(wrong.sum()):
+        patterns[f"the rows of expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"] = wrong
+    named = next((f"exactly {name}" for name, rows in patterns.items() if torch.equal(rows, wrong)), None)
+    return named or _residue("rows", in_group[wrong])
 
 
 def _residue(what: str, values: torch.Tensor) -> str | None:

@@ -221,15 +221,15 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
 def variant_groups(seed: int) -> tuple[Group, ...]:
     """One group for each open question of the contract and each shape it does not use, named for it."""
     rng = random.Random(seed)
-    table: list[tuple[str, int, int, Garbage, Variant]] = [
-        (name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
+
+    def group(name: str, hidden: int, intermediate: int, garbage: Garbage, variant: Variant = JUDGE_PROFILE) -> Group:
+        return Group(name, hidden, intermediate, (Call(_STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
+
+    open_questions = [
+        group(name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
         for name, variant in VARIANTS.items()
     ]
-    table += [(f"hidden {h}, intermediate {i}", h, i, "noise", JUDGE_PROFILE) for h, i in _OTHER_SHAPES]
-    return tuple(
-        Group(name, hidden, intermediate, (Call(_STATE_SIZES, rng.getrandbits(31)),), garbage, variant)
-        for name, hidden, intermediate, garbage, variant in table
-    )
+    return (*open_questions, *(group(f"hidden {h}, intermediate {i}", h, i, "noise") for h, i in _OTHER_SHAPES))
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
@@ -281,8 +281,7 @@ def fill_out(inputs: Inputs, call: Call, previous: torch.Tensor | None) -> torch
     """
     if inputs.variant.out_fill != "zeros":
         return inputs.out
-    out = torch.zeros_like(inputs.out)
-    rows = inputs.valid_rows
+    out, rows = torch.zeros_like(inputs.out), inputs.valid_rows
     if call.out_fill == "nan":
         out[rows] = float("nan")
     elif call.out_fill == "previous" and previous is not None:
