@@ -55,31 +55,20 @@ print("missing " + json.dumps([tilelang.__version__, missing]))
 
 @dataclass(frozen=True)
 class MissingName:
-    """A TileLang name that the contest's version does not have.
+    """A TileLang name that the contest's version does not have."""
 
-    Attributes:
-        name: as written out, such as ``tilelang.language.fast_rcp``.
-        line: where the submission first uses it.
-    """
-
-    name: str
-    line: int
+    name: str  # as written out, such as ``tilelang.language.fast_rcp``
+    line: int  # where the submission first uses it
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """What another TileLang makes of a submission.
+    """What another TileLang makes of a submission."""
 
-    Attributes:
-        submission: its name.
-        version: of the other TileLang.
-        missing: names it does not have.
-        lowered: for each contest case and target the kernels, or TileLang's reason for giving none.
-    """
-
-    submission: str
-    version: str
-    missing: tuple[MissingName, ...]
+    submission: str  # its name
+    version: str  # of the other TileLang
+    missing: tuple[MissingName, ...]  # names it does not have
+    #: For each contest case and target the kernels, or TileLang's reason for giving none.
     lowered: dict[tuple[int, str], list[LoweredKernel] | str]
 
     @property
@@ -105,11 +94,7 @@ class Compatibility:
 
 
 def interpreter() -> Path:
-    """Python of the environment with TileLang 0.1.10.
-
-    Raises:
-        BackendError: if there is none.
-    """
+    """Python of the environment with TileLang 0.1.10; raises BackendError if there is none."""
     path = data_dir().parent / ".venv-compat" / "bin" / "python"
     if not path.exists():
         raise BackendError(
@@ -119,25 +104,15 @@ def interpreter() -> Path:
 
 
 def check(submissions: Sequence[Submission], python: Path | None = None) -> list[Compatibility]:
-    """Look for names that the contest's TileLang lacks, then lower.
+    """Look for names that the contest's TileLang lacks, then lower; one answer for each submission.
 
-    Args:
-        submissions: files, whose host code runs in a child process.
-        python: interpreter of the other environment; :func:`interpreter` by default.
-
-    Returns:
-        One answer for each submission.
-
-    Raises:
-        SubmissionError: for text that is no Python.
-        BackendError: if the other environment does not work.
+    Host code runs in a child process of ``python``, by default :func:`interpreter`. Raises SubmissionError for text
+    that is no Python and BackendError if the other environment does not work.
     """
     python = python or interpreter()
     used = [_tilelang_names(submission) for submission in submissions]
     version, absent = _find_missing(sorted({name for names in used for name in names}), python)
-    lowerings = [
-        Lowering(submission, CASES[case], target) for submission in submissions for case, target in _PROBES
-    ]  # fmt: skip
+    lowerings = [Lowering(submission, CASES[case], target) for submission in submissions for case, target in _PROBES]
     results = iter(lower_many(lowerings, python=python))
     answers = []
     for submission, names in zip(submissions, used, strict=True):

@@ -51,24 +51,6 @@ def answer(inputs: Inputs, hidden: Callable[[Any, Any], Any] = lambda g, u: F.si
     return out
 
 
-FORMULAS = {
-    "gate projection is missing": lambda g, u: u,
-    "gate and up are added": lambda g, u: F.silu(g) + u,
-    "gate stands in for up": lambda g, u: F.silu(g) * g,
-    "up stands in for gate": lambda g, u: F.silu(u) * u,
-    "GELU instead of SiLU": lambda g, u: F.gelu(g) * u,
-    "ReLU instead of SiLU": lambda g, u: F.relu(g) * u,
-}
-
-
-@pytest.mark.parametrize("says", FORMULAS)
-def test_formulas(says: str) -> None:
-    inputs = inputs_of()
-    cause = cause_of([made_of(inputs, answer(inputs, FORMULAS[says]))])
-    assert cause is not None
-    assert says in cause
-
-
 def rolled(name: str, shift: int) -> Callable[[Inputs], torch.Tensor]:
     return lambda inputs: answer(replace(inputs, **{name: getattr(inputs, name).roll(shift, 0)}))
 
@@ -93,24 +75,42 @@ def cut(name: str, kept: slice) -> Callable[[Inputs], torch.Tensor]:
     return wrong
 
 
-INDICES: dict[str, Callable[[Inputs], torch.Tensor]] = {
+def formula(hidden: Callable[[Any, Any], Any]) -> Callable[[Inputs], torch.Tensor]:
+    return lambda inputs: answer(inputs, hidden)
+
+
+MISTAKES: dict[str, Callable[[Inputs], torch.Tensor]] = {
+    "gate projection is missing": formula(lambda g, u: u),
+    "gate and up are added": formula(lambda g, u: F.silu(g) + u),
+    "gate stands in for up": formula(lambda g, u: F.silu(g) * g),
+    "up stands in for gate": formula(lambda g, u: F.silu(u) * u),
+    "GELU instead of SiLU": formula(lambda g, u: F.gelu(g) * u),
+    "ReLU instead of SiLU": formula(lambda g, u: F.relu(g) * u),
     "the previous expert's gate_w is used": rolled("gate_w", 1),
     "the next expert's up_w is used": rolled("up_w", -1),
     "the previous expert's down_w is used": rolled("down_w", 1),
     "the route weight is read one row off (-1)": rolled("routed_expert_weights", 1),
+    "the tokens are read one row off (+1)": rolled("stacked_expert_tokens", -1),
     "down_w is read transposed": reread("down_w"),
     "the last 16 of intermediate are missing": cut("down_w", slice(0, 176)),
     "the first 32 of intermediate are missing": cut("down_w", slice(32, 192)),
     "only the first 64 of intermediate": cut("down_w", slice(0, 64)),
+    "another route weight than the row's own": lambda inputs: fused_truth(inputs) * torch.linspace(2, 3, 278)[:, None],
 }
 
 
-@pytest.mark.parametrize("says", INDICES)
-def test_indices_and_sums(says: str) -> None:
+@pytest.mark.parametrize("says", MISTAKES)
+def test_formulas_indices_and_sums(says: str) -> None:
     inputs = inputs_of()
-    cause = cause_of([made_of(inputs, INDICES[says](inputs))])
-    assert cause is not None
-    assert says in cause
+    assert says in str(cause_of([made_of(inputs, MISTAKES[says](inputs))]))
+
+
+def test_a_workspace_that_is_not_written_anew() -> None:
+    """Stage 2 on the hidden activation of the call before."""
+    first, second = inputs_of(1), inputs_of(2)
+    mixed = replace(first, down_w=second.down_w, routed_expert_weights=second.routed_expert_weights)
+    history = [made_of(first, fused_truth(first)), made_of(second, fused_truth(mixed), 1)]
+    assert "a workspace that call 1 left behind" in str(cause_of(history))
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,7 @@ def test_rows_that_land_elsewhere(shift: int, says: str) -> None:
     inside = (target >= 0) & (target < len(landed))
     landed[target[inside]] = right.out[source[inside]]
     landed[~torch.isin(torch.arange(len(landed)), source)] = 0
-    cause = cause_of([made_of(inputs, landed[source].float())])
-    assert cause is not None
-    assert says in cause
+    assert says in str(cause_of([made_of(inputs, landed[source].float())]))
 
 
 @pytest.mark.parametrize(
@@ -143,18 +141,14 @@ def test_what_an_earlier_call_left(arguments: tuple[str, ...], says: str) -> Non
     first, second = inputs_of(1), inputs_of(2)
     mixed = replace(second, **{name: getattr(first, name) for name in arguments})
     history = [made_of(first, fused_truth(first)), made_of(second, fused_truth(mixed), 1)]
-    cause = cause_of(history)
-    assert cause is not None
-    assert says in cause
+    assert says in str(cause_of(history))
 
 
 def test_a_replay_is_named_even_when_rows_have_moved() -> None:
     first, second = inputs_of(1), inputs_of(2, (130, 17, 0, 128, 3))
     old = made_of(first, fused_truth(first))
     replayed = made_of(second, old.out[second.valid_rows].float(), 1)
-    cause = cause_of([old, replayed])
-    assert cause is not None
-    assert "the answer of call 1 again: results are kept and replayed" in cause
+    assert "the answer of call 1 again: results are kept and replayed" in str(cause_of([old, replayed]))
 
 
 def test_routing_that_is_kept() -> None:
@@ -169,30 +163,22 @@ def test_routing_that_is_kept() -> None:
     lookup = made_of(second, fused_truth(second)).out_before.float()
     lookup[first.valid_rows] = computed
     history = [made_of(first, fused_truth(first)), made_of(second, lookup[second.valid_rows], 1)]
-    cause = cause_of(history)
-    assert cause is not None
-    assert "routing of call 1" in cause
+    assert "routing of call 1" in str(cause_of(history))
 
 
-def test_noise_is_no_usual_mistake() -> None:
+@pytest.mark.parametrize("factor", [1, float("nan")])
+def test_noise_and_nan_are_no_usual_mistake(factor: float) -> None:
     inputs = inputs_of()
     noise = torch.randn(len(inputs.valid_rows), CASE.hidden, generator=torch.Generator().manual_seed(1))
-    assert cause_of([made_of(inputs, noise)]) is None
-
-
-def test_nan_alone_names_no_mistake() -> None:
-    inputs = inputs_of()
-    rows = torch.full((len(inputs.valid_rows), CASE.hidden), float("nan"))
-    assert cause_of([made_of(inputs, rows)]) is None
+    assert cause_of([made_of(inputs, factor * noise)]) is None
 
 
 def test_less_precision_is_said_in_numbers() -> None:
     inputs = inputs_of()
     truth = fused_truth(inputs)
     rough = truth * (1 + 0.004 * torch.randn(truth.shape, generator=torch.Generator().manual_seed(1)))
-    cause = cause_of([made_of(inputs, rough)])
-    assert cause is not None
-    assert cause.startswith("less precision than fp16 somewhere: a row is off by up to 0.")
+    said = "less precision than fp16 somewhere: a row is off by up to 0."
+    assert str(cause_of([made_of(inputs, rough)])).startswith(said)
 
 
 PATTERNS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -214,9 +200,7 @@ def test_patterns_of_rows(says: str) -> None:
     row = torch.cat([torch.arange(size) for size in SIZES])
     rows = fused_truth(inputs)
     rows[PATTERNS[says](owner, row)] = 7.0
-    pattern = pattern_of(made_of(inputs, rows))
-    assert pattern is not None
-    assert says in pattern
+    assert says in str(pattern_of(made_of(inputs, rows)))
 
 
 def test_patterns_of_columns() -> None:
@@ -250,6 +234,4 @@ def test_padding_rows(value: float | None, says: str) -> None:
     if value is not None:
         made.out[20] = value
     made = replace(made, comparison=compare(inputs, made.out, made.truth))
-    cause = cause_of([made])
-    assert cause is not None
-    assert says in cause
+    assert says in str(cause_of([made]))

@@ -65,21 +65,16 @@ def test_points_outside_the_known_formula_are_refused(points):
         time_for_points(points, 10)
 
 
-def test_the_command_prints_points_total_and_the_next_step():
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_lab", "score", "2.551", "4.489", "8.853"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "score 80.33" in done.stdout
-    assert "15.893 ms" in done.stdout
-    assert "2.470 ms" in done.stdout
-
-
-def test_the_command_refuses_a_failed_time_in_one_sentence():
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_lab", "score", "0", "1", "2"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "failed before timing" in done.stderr
+@pytest.mark.parametrize(
+    ("times", "code", "says"),
+    [
+        (("2.551", "4.489", "8.853"), 0, ("score 80.33", "15.893 ms", "2.470 ms")),
+        (("0", "1", "2"), 2, ("failed before timing",)),
+    ],
+)
+def test_the_command_prints_points_total_and_the_next_step_or_one_sentence(times, code, says):
+    command = [sys.executable, "-m", "moe_lab", "score", *times]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert all(part in done.stdout + done.stderr for part in says)
+    assert done.stderr.count("\n") == (1 if code else 0)
