@@ -1,9 +1,7 @@
 """Find better literals for a submission on this machine, asking the resource model before the compiler.
 
-One literal is varied at a time, the others stay at the best found so far (coordinate search): what does not fit the
-device is dropped without compiling, what is wrong is dropped by the truth, and a value replaces the incumbent only if
-it is faster beyond the noise. The result is kept on disk, keyed by device, versions, source and shape, so that
-:func:`moe_lab.fused_moe` finds it again.
+One literal is varied at a time, the others stay at the best so far (coordinate search). What does not fit the device is
+not compiled, what is wrong is dropped, and a value replaces the incumbent only if it is faster beyond the noise.
 """
 
 from __future__ import annotations
@@ -27,9 +25,6 @@ from moe_lab.problem.layout import group_sizes
 from moe_lab.problem.submission import LiteralValue, Submission, write_atomic
 from moe_lab.speed.bench import time_case
 
-#: Fixed by the contract: the block map has one entry for so many rows.
-_FIXED = ("BLOCK_M",)
-
 
 @dataclass(frozen=True)
 class Tuned:
@@ -46,17 +41,15 @@ class Tuned:
 def offers(submission: Submission, names: Sequence[str] | None = None) -> dict[str, tuple[LiteralValue, ...]]:
     """The values to try for each literal, as the tile explorer offers them.
 
-    By default every literal with a choice, but for the block's rows, which the contract fixes.
-
-    Raises:
-        ContractError: for a name that has no choice.
+    By default every literal with a choice, but for the block's rows, which the contract fixes: the block map has one
+    entry for so many. Raises ContractError for a name that has no choice.
     """
     found = {item.name: item.values for item in choices(submission) if len(item.values) > 1}
-    chosen = [name for name in found if name not in _FIXED] if names is None else names
-    unknown = [name for name in chosen if name not in found]
+    chosen = [name for name in found if name != "BLOCK_M"] if names is None else names
+    unknown = ", ".join(name for name in chosen if name not in found)
     if unknown:
         known = ", ".join(found) or "this file has none"
-        raise ContractError(f"got {', '.join(unknown)}, expected literals with a choice: {known}")
+        raise ContractError(f"got {unknown}, expected literals with a choice: {known}")
     return {name: found[name] for name in chosen}
 
 
@@ -72,17 +65,11 @@ def tune(
 ) -> Tuned:  # fmt: skip
     """Search with sizes drawn multinomially, and remember what was found: the best, or the source's own literals.
 
-    Args:
-        submission: where to start.
-        case: the problem.
-        names: literals to vary, in order; see :func:`offers`.
-        rounds: timed calls of each configuration.
-        say: gets one line at a time.
+    Varies the literals in ``names`` in order, see :func:`offers`, with so many timed calls of each configuration.
 
-    Raises:
-        ContractError: for a name with no choice, or if the submission itself does not compile or is wrong.
-        SubmissionError: if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary.
-        BackendError: if this machine cannot run TileLang.
+    Raises ContractError for a name with no choice, or if the submission itself does not compile or is wrong;
+    SubmissionError if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary;
+    BackendError if this machine cannot run TileLang.
     """
     backend.prepare()
     _check_loads(submission)
@@ -127,8 +114,8 @@ class _Search:
         where = backend.detect()
         self._device = reported_as(where.name) if where.kind != "cpu" else None
         self._best = submission
-        self._counts = {"timed": 0, "pruned": 0, "failed": 0}
-        self._median = self._own = 0.0
+        self._timed = self._pruned = self._failed = 0
+        self._median_ms = self._source_ms = 0.0
 
     def check(self) -> None:
         """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
@@ -141,45 +128,44 @@ class _Search:
 
     def vary(self, name: str, values: Sequence[LiteralValue]) -> None:
         """Time all values of one literal in turns, and keep the fastest if it is faster beyond the noise."""
-        tried = {}
+        rungs = {"source": self._source, "best": self._best}
         for value in values:
             if value == self._best.values[name]:
                 continue
             label, text = f"{name}={value!r}", self._best.with_literals(**{name: value})
             reason = why_not(text, self._case, self._sizes, self._device)
             if reason:
-                self._counts["pruned"] += 1
+                self._pruned += 1
                 self._say(f"{label} pruned: {reason}")
             else:
-                tried[label] = text
-        timings = self._time({"source": self._source, "best": self._best, **tried}, self._rounds, self._say)
+                rungs[label] = text
+        timings = self._time(rungs, self._rounds, self._say)
         if not {"source", "best"} <= timings.keys():
             raise self._unfit("it was right once, and then it was not")
-        winner = min(timings, key=lambda key: timings[key].median_ms)
-        self._counts["timed"] += len(timings) - 2
-        self._counts["failed"] += len(tried) + 2 - len(timings)
-        if winner in tried and speedup(timings[winner], timings["best"]).low > 1:
-            self._best = tried[winner]
-            self._say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
-        else:
+        self._timed += len(timings) - 2
+        self._failed += len(rungs) - len(timings)
+        best, winner = timings["best"], min(timings, key=lambda key: timings[key].median_ms)
+        if winner in ("source", "best") or speedup(timings[winner], best).low <= 1:
             winner = "best"
-        self._median, self._own = timings[winner].median_ms, timings["source"].median_ms
+        else:
+            self._say(f"{winner}: {best.median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
+        self._best = rungs[winner]
+        self._median_ms, self._source_ms = timings[winner].median_ms, timings["source"].median_ms
 
     def result(self) -> Tuned:
         own = self._source.values
         changed = {name: value for name, value in self._best.values.items() if value != own[name]}
         # With nothing changed both figures are of one text, and their difference is noise.
-        return Tuned(changed, self._median if changed else self._own, self._own, **self._counts)
+        median_ms = self._median_ms if changed else self._source_ms
+        return Tuned(changed, median_ms, self._source_ms, self._timed, self._pruned, self._failed)
 
     def _time(self, rungs: dict[str, Submission], rounds: int, say: Callable[[str], None]) -> dict[str, Timing]:
         timed = time_case(self._case, self._sizes, 0, rungs, rounds, say, alone=True)
         return {candidate.name: timing for candidate, timing, _ in timed}
 
     def _unfit(self, why: str) -> ContractError:
-        return ContractError(
-            f"got {self._source.name}, which does not run or is wrong on this machine ({why}), expected a file that "
-            "`moe-lab judge` accepts"
-        )
+        found = f"got {self._source.name}, which does not run or is wrong on this machine ({why})"
+        return ContractError(f"{found}, expected a file that `moe-lab judge` accepts")
 
 
 def tuned(submission: Submission, case: Case) -> Submission:

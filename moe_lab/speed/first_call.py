@@ -1,8 +1,7 @@
 """What the first call of a submission pays for, and what later calls find ready.
 
-TileLang keeps what it has compiled in a folder. So a kernel can be met in three states: nowhere, in that folder, and
-in the process that runs it. Two new processes in a row show all three, with a folder that is empty when they begin.
-The submission runs as it is, without the judge's sandbox: it is for your own code.
+TileLang keeps what it has compiled in a folder. So a kernel is met in three states: nowhere, in that folder, and in the
+process that runs it. Two new processes in a row show all three, with a folder that is empty when they begin.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ def first_calls(
 ) -> tuple[Calls, Calls]:  # fmt: skip
     """Call a submission in one new process, then in another that finds what the first one compiled.
 
-    Importing torch and TileLang and drawing the inputs happen before the clock starts. ``sizes`` are the rows of each
-    expert and sum to ``case.num_tokens``; each process makes ``calls``; ``say`` is told what is being done.
-
-    Raises:
-        ContractError: for no calls.
-        BackendError: if the submission does not run here; the message holds the reason.
+    Importing torch and TileLang and drawing the inputs happen before the clock starts. There is no sandbox: it is for
+    your own code. Raises ContractError for no calls, BackendError with the reason if it does not run here.
     """
     if calls < 1:
         raise ContractError(f"got calls={calls}, expected at least 1")
@@ -68,14 +63,9 @@ def times_ms(say: object, source: str, name: str, case: list[int], sizes: list[i
 
     where = backend.prepare()
     inputs = make_inputs(Case(*case), sizes, device=where.torch_device)  # type: ignore[arg-type]
-
-    def finish() -> None:
-        if where.kind != "cpu":
-            torch.cuda.synchronize()
-
-    entry = backend.load(Submission(source, name))
+    entry, times = backend.load(Submission(source, name)), []
+    finish = (lambda: None) if where.kind == "cpu" else torch.cuda.synchronize
     finish()
-    times = []
     for _ in range(calls):
         start = time.perf_counter()
         entry(*inputs.args)

@@ -39,12 +39,10 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        """The result as it is."""
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse: a gradient that is silently 0 would train nothing."""
         raise ContractError(
             "got backward() through fused_moe or MoE, expected a forward pass only: no step of the ladder has a "
             "backward; run it under torch.no_grad(), or train with moe_lab.problem.reference.moe_per_expert"
@@ -56,18 +54,12 @@ def fused_moe(
 ) -> torch.Tensor:
     """Run the best step for this device on tokens in the grouped layout. Forward only: ``backward()`` is refused.
 
-    Args:
-        stacked_tokens: (P, H) fp16, as :func:`moe_lab.problem.layout.permute` makes it.
-        experts: gate and up (E, I, H), down (E, H, I), fp16; all tensors contiguous.
-        route_weights: (N,) fp32, raw order.
-        layout: the layout of the tokens, with blocks of 128 rows.
+    ``stacked_tokens`` (P, H) fp16 are as :func:`moe_lab.problem.layout.permute` makes them, ``experts`` fp16, the
+    ``route_weights`` (N,) fp32 in raw order, blocks of 128 rows; all tensors contiguous. Returns (P, H) fp16:
+    ``down(silu(gate(x)) * up(x)) * route weight`` in valid rows, exactly 0 in padding rows.
 
-    Returns:
-        (P, H) fp16: ``down(silu(gate(x)) * up(x)) * route weight`` in valid rows, exactly 0 in padding rows.
-
-    Raises:
-        ContractError: for a type, shape, dtype, device or block size that does not fit, with what came.
-        BackendError: if this machine cannot run TileLang.
+    Raises ContractError for a type, shape, dtype, device or block size that does not fit, with what came; BackendError
+    if this machine cannot run TileLang.
     """
     _check(stacked_tokens, experts, route_weights, layout)
     sources = (stacked_tokens, experts.gate_w, experts.up_w, experts.down_w, route_weights)
@@ -132,22 +124,12 @@ def _at_least_1(name: str, value: object) -> int:
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer: router, permute, fused experts, unpermute. Forward only, weights in fp16.
 
-    A token's route weights are the ``top_k`` largest of its softmax, divided by their sum.
+    A token's route weights are the ``top_k`` largest of its softmax, divided by their sum. The weights are random and
+    require no gradient: copy yours into them, or load a state dict. ``device`` is torch's own default, the CPU, unless
+    given. ``backward()`` through the result, where something requires a gradient, raises a :class:`ContractError`.
 
-    The weights are random and require no gradient: copy yours into them, or load a state dict. ``backward()`` through
-    the result, where something requires a gradient, raises a :class:`ContractError`.
-
-    Args:
-        hidden, intermediate, num_experts: H, I and E, at least 1.
-        top_k: experts of a token, 1 to E.
-        device: where the weights live; by default torch's own default, which is the CPU.
-
-    Attributes:
-        router_w: (E, H); gate_w, up_w: (E, I, H); down_w: (E, H, I).
-
-    Raises:
-        ContractError: for a size that is no integer or too small, a top_k above E, or no device at all.
-        BackendError: for a device that this machine does not have.
+    Raises ContractError for a size that is no integer or too small, a top_k above E, or no device at all; BackendError
+    for a device that this machine does not have.
     """
 
     def __init__(
@@ -180,13 +162,9 @@ class MoE(torch.nn.Module):
         return Experts(self.gate_w, self.up_w, self.down_w)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Route every token to its experts and add their results.
+        """Route every token to its experts and add their results: (..., H) fp16 to the same, on the weights' device.
 
-        Both are (..., H) in fp16, on the device of the weights.
-
-        Raises:
-            ContractError: for another type, last dimension, dtype or device.
-            BackendError: if this machine cannot run TileLang.
+        Raises ContractError for another type, last dimension, dtype or device; BackendError as :func:`fused_moe`.
         """
         hidden = self.router_w.shape[1]
         expected = f"a tensor (..., {hidden}) torch.float16"
@@ -216,7 +194,5 @@ def _check_device(device: str | torch.device | None) -> None:
         torch.empty(0, device=known)
     # What torch raises for a device that it knows and does not have is not the same for any two of them.
     except (RuntimeError, AssertionError):
-        expected = f"expected {backend.detect().torch_device!r} here"
-        raise BackendError(
-            f"got device={str(known)!r}, which this machine or its torch does not have, {expected}"
-        ) from None
+        found = f"got device={str(known)!r}, which this machine or its torch does not have"
+        raise BackendError(f"{found}, expected {backend.detect().torch_device!r} here") from None

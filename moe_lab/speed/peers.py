@@ -1,9 +1,7 @@
 """Other implementations of the same operator, to measure against: whatever of them is installed.
 
-Each takes the inputs of a call and returns a function that issues the work and gives (N, H) in raw order. Copies that
-a user would make once (weights in another layout or dtype, rows without padding) are made before, never timed. The
-route weight is part of the operator, so each peer that has no place for it scales the smaller of the hidden and the
-result, in place.
+Copies that a user would make once (weights in another layout or dtype, rows without padding) are never timed. The route
+weight is part of the operator: a peer with no place for it scales the smaller of the hidden and the result, in place.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation: its name says the dtype it computes in, ``prepare`` makes the call for some inputs."""
+    """One implementation."""
 
-    name: str
+    name: str  # says the dtype it computes in
     package: str
     needs_gpu: bool
-    prepare: Callable[[Inputs], Call]
+    prepare: Callable[[Inputs], Call]  # the call issues the work on these inputs and gives (N, H) in raw order
 
     def missing(self, has_gpu: bool) -> str:
         """Why it cannot be measured here; empty if it can be tried."""
