@@ -1,6 +1,6 @@
 """Command line: ``moe-lab`` or ``python -m moe_lab``. Exit codes: 0 accepted or ok, 1 rejected, 2 usage or our failure.
 
-Every command imports what it needs when it runs, so that ``--help`` answers at once.
+What takes long to import is imported by the command that needs it, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from moe_lab.problem.contract import Profile
+from moe_lab import judge as judging
+from moe_lab.lesson import export as exporting
+from moe_lab.machine import backend
+from moe_lab.problem.contract import CASES, Profile
 from moe_lab.problem.errors import MoeLabError, SubmissionError
+from moe_lab.problem.submission import Submission
+from moe_lab.steps import STEPS, find
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from moe_lab.problem.submission import Submission
-
 
 ProfileOption = Annotated[
     Profile,
@@ -52,8 +54,6 @@ app = typer.Typer(
 
 def _step_of(given: Path) -> Submission | None:
     """The step of a name; None for what is a file, or cannot be a step's name."""
-    from moe_lab.steps import find
-
     # os.path, since a path that is too long, or not ours to look at, raises an error in pathlib.
     if os.path.lexists(given) or len(given.parts) != 1 or given.suffix:
         return None
@@ -68,8 +68,6 @@ def _step_of(given: Path) -> Submission | None:
 
 def _submission(given: Path) -> Submission:
     """What an argument names: a file first, then a step."""
-    from moe_lab.problem.submission import Submission
-
     return _step_of(given) or Submission.from_file(given)
 
 
@@ -94,9 +92,6 @@ def export(
     profile: ProfileOption = "contest",
 ) -> None:
     """Write the final cell of a notebook to a file, byte for byte, without running it."""
-    from moe_lab.lesson import export as exporting
-    from moe_lab.problem.submission import Submission
-
     submission = Submission(exporting.submission_cell(notebook), output.name)
     path = exporting.export(submission, output, profile)
     print(f"wrote {path} ({len(submission.source.encode())} bytes, sha256 {submission.source_hash[:12]})")
@@ -125,8 +120,6 @@ def score(
 @app.command()
 def doctor() -> None:
     """What is here, what is missing and what to do about it. Exit code 0 if submissions can run here."""
-    from moe_lab.machine import backend
-
     with Console().status("looking, and compiling one small kernel"):
         checks = backend.doctor()
     _print_table([
@@ -150,8 +143,6 @@ def steps(
 ) -> None:
     """The ladder: every step, the branch it belongs to and its one idea."""
     from rich.syntax import Syntax
-
-    from moe_lab.steps import STEPS, find
 
     if diff is None:
         _print_table([
@@ -186,8 +177,6 @@ def judge(
         folder = json_file.parent
         _expect(os.path.isdir(folder), f"got no folder {folder}, expected one for the report {json_file.name}")
         _expect(not os.path.isdir(json_file), f"got a folder {json_file}, expected a file to write the report to")
-    from moe_lab import judge as judging
-
     console, said = Console(stderr=True), ""
     with console.status("starting the judge") as status:
 
@@ -244,7 +233,6 @@ def fit(
     from moe_lab.lesson.readout import describe, print_out
     from moe_lab.machine import devices
     from moe_lab.model import tiles
-    from moe_lab.problem.contract import CASES
 
     wanted = devices.device(device, "gpu")
     submission = _submission(file)
@@ -299,8 +287,6 @@ def tune(
     vary: Annotated[list[str] | None, typer.Option("--vary", metavar="LITERAL", help="only these, in order")] = None,
 ) -> None:
     """Search better literals on this machine, the resource model first, and remember them for fused_moe."""
-    from moe_lab.machine import backend
-    from moe_lab.problem.contract import CASES
     from moe_lab.speed.autotune import tune as search
     from moe_lab.speed.bench import CPU_CASE
 
