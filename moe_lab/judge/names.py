@@ -1,19 +1,17 @@
 """What the names of a submission may stand for, read from its text in time that grows with its length only.
 
-Each expression has a set of marks: a library's dotted name (``tilelang.language.Pipelined``, ``builtins.len``), the
-argument of ``run_kernel`` whose values it carries (``@out``, or ``@fresh`` for a new tensor), a constant (``=2``), a
-function of the file (``def:3``), a container that outlives the call (``store:CACHE``) or ``identity:`` for what tells
-one tensor from another. Marks flow through assignments, containers, arguments and results of the file's own
-functions, a few rounds over the whole file; no branch and no order is followed. So a mark says what a name *may* be:
-what a kernel really does is read from what TileLang makes of it.
+Marks of an expression say what it *may* be, since no branch and no order is followed: a library's dotted name
+(``tilelang.language.copy``, ``builtins.len``), the argument of ``run_kernel`` whose values it carries (``@out``, or
+``@fresh`` for a new tensor), a constant (``=2``), a container that outlives the call (``store:``), or ``identity:`` for
+what tells one tensor from another. What a kernel really does is read from what TileLang makes of it.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
 from typing import TypeAlias
 
 from moe_lab.problem.contract import ENTRY_POINT
@@ -22,7 +20,7 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Marks: TypeAlias = frozenset[str]
 
 _NONE: Marks = frozenset()
-#: How often marks flow through the file: a helper of a helper needs one round more.
+#: How often marks flow through the file: a name that is used above its definition needs one round more.
 _ROUNDS = 6
 #: How many marks an expression keeps, and how long a library's name may grow: ``a = a.b`` has no end.
 _MAX_MARKS, _MAX_DOTS = 24, 12
@@ -30,87 +28,87 @@ _MAX_MARKS, _MAX_DOTS = 24, 12
 _FACTS = frozenset({"shape", "dtype", "device", "ndim", "numel", "size", "is_cuda", "dim", "stride"})
 _IDENTITY = frozenset({"id", "hash", "item", "tolist", "data_ptr", "sum"})
 _CREATES = re.compile(r"torch\.((zeros|ones|empty|full|rand|randn)(_like)?|randint|arange|linspace|eye|diag|tensor)")
-_CONTAINERS = (ast.Dict, ast.List, ast.Set)
+
+#: Expressions that may stand for whatever stands in them.
+_ONE_OF = (
+    ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Starred, ast.Tuple, ast.ListComp, ast.SetComp, ast.GeneratorExp,
+)  # fmt: skip
 
 
-@dataclass(eq=False)
 class Scope:
     """The module or one function."""
 
-    node: ast.Module | Function
-    parent: Scope | None  # None for the module
-    number: int = 0  # of the function in the file
-    names: dict[str, Marks] = field(default_factory=dict)  # that are bound here
-    globals: set[str] = field(default_factory=set)  # names that a ``global`` statement hands to the module
-    returned: list[ast.expr] = field(default_factory=list)
-    gives: Marks = _NONE  # what a call may stand for
+    def __init__(self, node: ast.Module | Function, parent: Scope | None = None) -> None:
+        self.node = node
+        self.chain: list[Scope] = [self, *(parent.chain if parent else [])]  # this scope and those around it
+        self.names: dict[str, Marks] = {}  # that are bound here
+        self.globals: set[str] = set()  # names that a ``global`` statement hands to the module
 
-    def chain(self) -> Iterator[Scope]:
-        """This scope and those around it."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = scope.parent
+    def home(self, name: str) -> Scope:
+        """The scope in which an assignment binds a name."""
+        return self.chain[-1 if name in self.globals else 0]
 
     def owner(self, name: str) -> Scope | None:
         """The scope that binds a name seen from here; None for a built-in or an unknown name."""
-        homes = [*self.chain()][-1 if name in self.globals else 0 :]
-        return next((scope for scope in homes if name in scope.names), None)
+        return next((scope for scope in self.home(name).chain if name in scope.names), None)
 
 
 class Names:
-    """Scopes of one module and the marks of its expressions.
-
-    Args:
-        tree: the parsed module; it is not changed.
-    """
+    """Scopes of one module and the marks of its expressions; the tree is not changed."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.module = Scope(tree, None)
-        self.nodes: list[tuple[ast.AST, Scope]] = []  # every node with the scope that evaluates it, in source order
+        self.module = Scope(tree)
+        self.nodes: list[tuple[ast.AST, Scope]] = []  # every node with the scope that evaluates it
         self.scopes: dict[ast.AST, Scope] = {tree: self.module}
         self.annotated: set[ast.AST] = set()  # nodes of annotations, which nobody evaluates or TileLang does
-        self._functions: list[Scope] = []
-        self._flows: list[tuple[Scope, str, ast.AST, Scope]] = []
+        self._functions: dict[str, list[Function]] = defaultdict(list)
+        self._flows: list[tuple[Scope, str, ast.expr, Scope]] = []  # a name, its scope, a value of it and that one's
         self._marks: dict[ast.AST, Marks] = {}
-        stack: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
-        while stack:
-            node, scope = stack.pop()
-            self.nodes.append((node, scope))
-            self._bind(node, scope)
-            if isinstance(node, Function):
-                stack += reversed([*self._enter(node, scope)])
-            else:
-                stack += reversed([(child, scope) for child in ast.iter_child_nodes(node)])
-            annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
-            if annotation is not None:
-                self.annotated.update(ast.walk(annotation))
-        self._flow()
+        self._visit(tree, self.module)
+        for node, scope in self.nodes:
+            if isinstance(node, ast.Call):
+                self._pass_arguments(node, scope)
+        for _ in range(_ROUNDS):
+            self._marks = {}
+            for home, name, value, scope in self._flows:
+                # Libraries first, constants last.
+                marks = sorted(home.names[name] | self.marks(value, scope), reverse=True)
+                home.names[name] = frozenset(marks[:_MAX_MARKS])
+        self._marks = {}
         self.kernels = self._find_kernels()  # scopes that TileLang traces and the sandbox leaves alone
 
     # -- scopes and bindings -----------------------------------------------------------------------------------------
 
-    def _enter(self, node: Function, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        inner = self.scopes[node] = Scope(node, scope, len(self._functions))
-        self._functions.append(inner)
-        arguments = node.args
-        for child in [*getattr(node, "decorator_list", []), *arguments.defaults, *filter(None, arguments.kw_defaults)]:
-            yield child, scope
-        entry = getattr(node, "name", "") == ENTRY_POINT and scope is self.module
-        for parameter in parameters(node):
-            inner.names[parameter.arg] = frozenset({f"@{parameter.arg}"}) if entry else _NONE
-            yield parameter, inner
-        positional = [*arguments.posonlyargs, *arguments.args]
-        pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
-        for parameter, default in [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]:
-            if default is not None:
-                self._bind_target(ast.Name(parameter.arg), default, inner, scope)
-        if isinstance(node, ast.Lambda):
-            inner.returned.append(node.body)
-            yield node.body, inner
-        else:
-            yield from ((child, scope) for child in filter(None, [node.returns]))
-            yield from ((child, inner) for child in node.body)
+    def _visit(self, node: ast.AST, scope: Scope) -> None:
+        self.nodes.append((node, scope))
+        self._bind(node, scope)
+        annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
+        if annotation is not None:
+            self.annotated.update(ast.walk(annotation))
+        if not isinstance(node, Function):
+            for child in ast.iter_child_nodes(node):
+                self._visit(child, scope)
+            return
+        inner = self.scopes[node] = Scope(node, scope)
+        name, arguments, listed = getattr(node, "name", ""), node.args, parameters(node)
+        self._functions[name].append(node)
+        entry = name == ENTRY_POINT and scope is self.module
+        inner.names |= {item.arg: frozenset({f"@{item.arg}"} if entry else ()) for item in listed}
+        pairs = [*zip([*arguments.posonlyargs, *arguments.args][::-1], arguments.defaults[::-1], strict=False)]
+        for item, default in [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]:
+            self._flows += [(inner, item.arg, default, scope)] if default else []
+        body = [*listed, *([node.body] if isinstance(node, ast.Lambda) else node.body)]
+        for child in [*ast.iter_child_nodes(arguments), *ast.iter_child_nodes(node)]:
+            if child is not arguments:
+                self._visit(child, inner if child in body else scope)
+
+    def _pass_arguments(self, call: ast.Call, scope: Scope) -> None:
+        """What a call may give each parameter of a function of the file."""
+        for function in self._functions.get(getattr(call.func, "id", ""), ()):
+            inner, known = self.scopes[function], [parameter.arg for parameter in parameters(function)]
+            placed = itertools.takewhile(lambda value: not isinstance(value, ast.Starred), call.args)
+            given = [*zip(known, placed, strict=False), *((word.arg, word.value) for word in call.keywords)]
+            self._flows += [(inner, name, value, scope) for name, value in given if name in known]
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         match node:
@@ -121,9 +119,10 @@ class Names:
             case ast.ImportFrom(names=names, module=module, level=level):
                 for alias in names:
                     self._add(scope, alias.asname or alias.name, f"{'.' * level}{module or ''}.{alias.name}")
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self._add(scope, name, f"def:{len(self._functions)}")
-            case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
+            case (
+                ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name))
+            ):  # fmt: skip
                 self._add(scope, name)
             case ast.Global(names=names):
                 scope.globals.update(names)
@@ -141,19 +140,15 @@ class Names:
                 | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
             ):
                 self._bind_target(target, value, scope)
-            case ast.Return(value=ast.expr() as value):
-                scope.returned.append(value)
 
     def _add(self, scope: Scope, name: str, *marks: str) -> None:
-        home = self.module if name in scope.globals else scope
-        home.names[name] = home.names.get(name, _NONE) | set(marks)
+        names = scope.home(name).names
+        names[name] = names.get(name, _NONE) | set(marks)
 
-    def _bind_target(self, target: ast.AST, value: ast.expr, scope: Scope, origin: Scope | None = None) -> None:
+    def _bind_target(self, target: ast.AST, value: ast.expr, scope: Scope) -> None:
         if isinstance(target, ast.Name):
-            outlives = isinstance(value, _CONTAINERS) and (origin or scope is self.module)
-            self._add(scope, target.id, *([f"store:{target.id}"] if outlives else []))
-            home = self.module if target.id in scope.globals else scope
-            self._flows.append((home, target.id, value, origin or scope))
+            self._add(scope, target.id)
+            self._flows.append((scope.home(target.id), target.id, value, scope))
         elif isinstance(target, (ast.Tuple, ast.List)):
             given: list[ast.expr] = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
             pairs = len(given) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts + given)
@@ -164,32 +159,10 @@ class Names:
 
     # -- marks -------------------------------------------------------------------------------------------------------
 
-    def _flow(self) -> None:
-        calls = [(node, scope) for node, scope in self.nodes if isinstance(node, ast.Call)]
-        rounds, changed = 0, True
-        while changed and rounds < _ROUNDS:
-            self._marks, rounds, changed = {}, rounds + 1, False
-            given = [(function, name, value, scope) for call, scope in calls
-                     for function in self._called(self.marks(call.func, scope))
-                     for name, value in _given(function.node, call)]  # fmt: skip
-            for home, name, value, scope in [*self._flows, *given]:
-                known = home.names[name]
-                home.names[name] = _few(known | self.marks(value, scope))
-                changed |= home.names[name] != known
-            for function in self._functions:
-                known = function.gives
-                function.gives = _few(known.union(*(self.marks(value, function) for value in function.returned)))
-                changed |= function.gives != known
-        self._marks = {}
-
-    def _called(self, marks: Marks) -> list[Scope]:
-        return [self._functions[int(mark[4:])] for mark in sorted(marks) if mark.startswith("def:")]
-
     def marks(self, node: ast.AST, scope: Scope) -> Marks:
         """What an expression may stand for."""
         if node not in self._marks:
-            self._marks[node] = _NONE  # what a value made from itself adds to itself
-            self._marks[node] = _few(self._marks_of(node, scope))
+            self._marks[node] = self._marks_of(node, scope)
         return self._marks[node]
 
     def _marks_of(self, node: ast.AST, scope: Scope) -> Marks:
@@ -205,42 +178,30 @@ class Names:
             case ast.Attribute(value=value, attr=attribute):
                 marks = of(value)
                 dotted = (f"{mark}.{attribute}" for mark in marks if is_library(mark) and mark.count(".") < _MAX_DOTS)
+                found = _NONE if attribute in _FACTS else carried(marks)
                 # torch that is reached through tilelang is torch.
-                found = frozenset(re.sub(r"^tilelang\.(.*\.)?torch(?=\.|$)", "torch", name) for name in dotted)
-                return found | (carried(marks) if attribute not in _FACTS else _NONE)
+                return found.union(re.sub(r"^tilelang\.(.*\.)?torch(?=\.|$)", "torch", name) for name in dotted)
             case ast.Subscript(value=value):
-                return frozenset(mark for mark in of(value) if not mark.startswith("store:"))
-            case ast.BinOp(left=left, right=right):
-                return carried(of(left, right))
-            case ast.UnaryOp(operand=value):
-                return carried(of(value))
-            case ast.IfExp(body=left, orelse=right):
-                return of(left, right)
-            case ast.NamedExpr(value=value) | ast.Starred(value=value):
-                return of(value)
-            case ast.ListComp(elt=value) | ast.SetComp(elt=value) | ast.GeneratorExp(elt=value):
-                return of(value)
-            case ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
-                return of(*values)
-            case ast.BoolOp(values=values) | ast.Dict(values=values):
-                return of(*values)
-            case ast.Lambda():
-                return frozenset({f"def:{self.scopes[node].number}"})
+                return of(value) - {"store:"}
+            case ast.BinOp() | ast.UnaryOp():
+                return carried(of(*ast.iter_child_nodes(node)))
+            case ast.List(elts=values) | ast.Set(elts=values) | ast.Dict(values=values):
+                return of(*values) | ({"store:"} if scope is self.module else _NONE)
             case ast.Call(func=function, args=arguments):
                 return self._result(function, of(function), of(*arguments))
+            case ast.expr() if isinstance(node, _ONE_OF):
+                return of(*ast.iter_child_nodes(node))
         return _NONE
 
     def _result(self, function: ast.expr, known: Marks, given: Marks) -> Marks:
         """The marks of what a call gives."""
-        found = _NONE.union(*(own.gives for own in self._called(known)))
         if any(_CREATES.fullmatch(mark) for mark in known):
-            return found | {"@fresh"}
+            return frozenset({"@fresh"})
         if any(mark.startswith("torch.") for mark in known):
-            return found | carried(given)
+            return carried(given)
         last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if last in _IDENTITY or "identity:" in given:
-            found |= {"identity:"}
-        return found if last in ("item", "tolist") else found | carried(known)
+        found = carried(known) if last not in ("item", "tolist") else _NONE
+        return found | {"identity:"} if last in _IDENTITY or "identity:" in given else found
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -262,18 +223,16 @@ class Names:
     def _find_kernels(self) -> set[Scope]:
         """Bodies of prim_funcs and macros, and jit functions that open a T.Kernel and hold no prim_func."""
         opens = {outer for node, scope in self.nodes if isinstance(node, ast.Call)
-                 and "Kernel" in self.tilelang(node.func, scope) for outer in scope.chain()}  # fmt: skip
+                 and "Kernel" in self.tilelang(node.func, scope) for outer in scope.chain}  # fmt: skip
         known = {
-            scope: {name for _, names in self.decorators(scope.node, scope.parent or scope) for name in names}
-            for scope in self._functions
+            scope: {name for _, names in self.decorators(node, scope.chain[:2][-1]) for name in names}
+            for node, scope in self.scopes.items()
         }
-        builders = {outer for scope, names in known.items() if "prim_func" in names for outer in scope.chain()}
-        kernels: set[Scope] = set()
-        for scope, names in known.items():
-            eager = "jit" in names and scope in opens and scope not in builders
-            if names & {"prim_func", "macro"} or eager or scope.parent in kernels:
-                kernels.add(scope)
-        return kernels
+        builders = {outer for scope, names in known.items() if "prim_func" in names for outer in scope.chain}
+        return {
+            scope for scope in known for outer in scope.chain
+            if known[outer] & {"prim_func", "macro"} or ("jit" in known[outer] and outer in opens - builders)
+        }  # fmt: skip
 
 
 def is_library(mark: str) -> bool:
@@ -288,24 +247,4 @@ def carried(marks: Marks) -> Marks:
 
 def parameters(function: Function) -> list[ast.arg]:
     """All parameters, ``*`` and ``**`` among them, in source order."""
-    arguments = function.args
-    listed = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
-    return [parameter for parameter in listed if parameter is not None]
-
-
-def _given(function: Function | ast.Module, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    """What a call may give each parameter; ``*values`` may give it to every one that follows."""
-    known = [parameter.arg for parameter in parameters(function)] if isinstance(function, Function) else []
-    for index, value in enumerate(call.args):
-        if isinstance(value, ast.Starred):
-            # Only the tensors among them: which constant goes where is not known.
-            yield from ((name, ast.UnaryOp(ast.UAdd(), value.value)) for name in known[index:])
-        elif index < len(known):
-            yield known[index], value
-    yield from ((word.arg, word.value) for word in call.keywords if word.arg in known)
-
-
-def _few(marks: Marks) -> Marks:
-    if len(marks) <= _MAX_MARKS:
-        return marks
-    return frozenset(sorted(marks, key=lambda mark: (mark[0] == "=", mark))[:_MAX_MARKS])
+    return [child for child in ast.iter_child_nodes(function.args) if isinstance(child, ast.arg)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_lab.judge.rules import broken, what
+from moe_lab.judge.rules import broken
 from moe_lab.model import tir
 from moe_lab.model.roofline import balanced
 from moe_lab.problem.contract import CASES
@@ -34,9 +34,9 @@ def rulings(submission: Submission) -> tuple[tuple[str, str], ...]:
         launches = tir.launches(submission, case, layout, load="moe_lab.judge.sandbox:load")
         for number, launch in enumerate(launches, 1):
             for name in _spelled(launch):
-                for rule, find in broken(name, "kernel"):
-                    if find.level is None:
-                        found[rule.id, f"launch {number} of {launch.name or 'a kernel'}: {what(find, name)}"] = None
+                for rule, level, said in broken(name, "kernel"):
+                    if level == "violation":
+                        found[rule.id, f"launch {number} of {launch.name or 'a kernel'}: {said}"] = None
     return tuple(found)
 
 

@@ -186,9 +186,9 @@ class _Guards:
 
     def pass_by(self, name: str, text: str = "") -> None:
         """Refuse a name, spelled as the rules spell it, if the sandbox refuses it for certain."""
-        for rule, find in rules.broken(name, "host"):
-            if rule.kind == "sandbox" and (find.level or rule.level) == "violation":
-                self.refuse(rule.id, rules.what(find, name, text))
+        for rule, level, said in rules.broken(name, "host"):
+            if rule.kind == "sandbox" and level == "violation":
+                self.refuse(rule.id, said.replace("{text}", text))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
