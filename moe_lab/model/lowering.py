@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -190,14 +191,13 @@ def _describe(function: Any, source: str) -> LoweredKernel:
     attributes = function.attrs
     extents = attributes["thread_extent"].items() if "thread_extent" in attributes else ()  # code for a CPU has none
     extent = {str(axis): int(getattr(size, "value", -1)) for axis, size in extents}
-    sizes = {"shared": 0, "local": 0}
+    sizes: Counter[str] = Counter()  # bytes
 
     def count(node: Any) -> None:
         if type(node).__name__ == "AllocBuffer":
             dtype, scope = tvm.DataType(node.buffer.dtype), node.buffer.scope()
             size = (dtype.bits * dtype.lanes + 7) // 8 * math.prod(map(int, node.buffer.shape))
-            key = "local" if scope.startswith("local") else scope
-            sizes[key] = sizes.get(key, 0) + size
+            sizes["local" if scope.startswith("local") else scope] += size
 
     importlib.import_module("tvm.tirx").stmt_functor.post_order_visit(function.body, count)
     dynamic = int(attributes["dyn_shared_memory_buf"]) if "dyn_shared_memory_buf" in attributes else 0
@@ -282,8 +282,7 @@ def _note(
     import torch
 
     configs = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
-    kernel = Kernel(func, configs)
-    asked.kernels.append(kernel)
+    asked.kernels.append(kernel := Kernel(func, configs))
 
     def launch(*tensors: Any) -> Any:
         given, fresh = list(tensors), []
@@ -308,9 +307,8 @@ def accept_vendor_files() -> None:
         known = {buffer: layout for buffer, layout in layouts.items() if layout is not None}
         return annotate(known) if known else None
 
-    cpu.accept_other_builds(
-        lambda module, name: cpu.Refused(
-            f"got {module}.{name}, which only the vendor's own TileLang can lower", BackendError
-        )
-    )
+    def refuse(module: str, name: str) -> cpu.Refused:
+        return cpu.Refused(f"got {module}.{name}, which only the vendor's own TileLang can lower", BackendError)
+
+    cpu.accept_other_builds(refuse)
     language.annotate_layout = annotate_known

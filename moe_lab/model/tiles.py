@@ -142,16 +142,16 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
     shared_bytes = known(shared, "the shared memory")
     accumulators, fragments = _registers(launch, known)
     flops = known(blocks * total(body, lambda op: op.flops), "the operations")
-    reads: dict[str, int | None] = {}
+    reads: dict[str, Number] = {}
     for place, count in tir.moved(body).items():
         buffer = launch.buffers[place]
-        read = known(blocks * count * tir.dtype_bits(buffer.dtype) // 8, f"what is read of {buffer.name}")
-        reads[buffer.name] = _sum([reads.get(buffer.name, 0), read])
+        reads[buffer.name] = reads.get(buffer.name, 0) + blocks * count * buffer.bits // 8
+    reads_bytes = {name: known(read, f"what is read of {name}") for name, read in reads.items()}
     branches = [node for node in tir.every(body) if isinstance(node, Branch)]
     conditional = any(op.kind == "gemm" for op in walk(branches))
     return KernelResources(
-        stage, grid, launch.threads, placed, shared_bytes, accumulators, fragments, flops, reads, tuple(unknown),
-        conditional,
+        stage, grid, launch.threads, placed, shared_bytes, accumulators, fragments, flops, reads_bytes,
+        tuple(unknown), conditional,
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import functools
 import math
-import re
 import resource
 import threading
 from collections import Counter
@@ -64,12 +63,12 @@ class Buffer:
     name: str  # of the argument of run_kernel, else in the kernel
     scope: str  # "global", "shared", "shared.dyn", "fragment" or "local" (an array of each thread)
     shape: tuple[Number, ...]
-    dtype: str  # such as "float16"
+    bits: int  # of one element
 
     @property
     def size_bytes(self) -> Number:
         """Bytes of one copy of it."""
-        return (math.prod(self.shape) * dtype_bits(self.dtype) + 7) // 8
+        return (math.prod(self.shape) * self.bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -168,22 +167,11 @@ def moved(nodes: Sequence[Node]) -> dict[int, Number]:
     return {place: of(place) for place in _once(place for op in walk(nodes) for place in op.moved)}
 
 
-def dtype_bits(dtype: str) -> Number:
-    """Bits of one element.
-
-    >>> dtype_bits("bfloat16"), dtype_bits("float8_e4m3")
-    (16, 8)
-    """
-    match = re.match(r"(?:b?float|u?int|e\dm\d\w*?_float)(\d+)", "int8" if dtype == "bool" else dtype)
-    return int(match[1]) if match else Unknown(f"the width of dtype {dtype!r} is not known")
-
-
 # --- asking ----------------------------------------------------------------------------------------------------------
 
 Question = tuple[Submission, Case, GroupedLayout]
 Answer = tuple[Launch, ...]
 _ANSWER = TypeAdapter(list[Launch])
-
 
 _child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
 atexit.register(_child.close)
@@ -301,9 +289,9 @@ class _Walk:
     """One PrimFunc with the tensors of one launch."""
 
     def __init__(self, kernel: lowering.Kernel, tensors: Sequence[Any], names: dict[int, str]) -> None:
-        from tvm import arith, tirx
+        from tvm import DataType, arith, tirx
 
-        self.functor, self.simplify = tirx.stmt_functor, arith.Analyzer().simplify
+        self.functor, self.simplify, self.dtype = tirx.stmt_functor, arith.Analyzer().simplify, DataType
         self.kernel, self.found = kernel, list[Launch]()
         self.tensors: dict[Any, str] = {}  # names of the buffers that stand for arguments
         self.extents: dict[Any, int] = {}  # of their shapes
@@ -359,8 +347,9 @@ class _Walk:
         )  # fmt: skip
 
     def add(self, buffer: Any, name: str, scope: str) -> None:
+        kind = self.dtype(str(buffer.dtype))
         self.places[buffer] = len(self.buffers)
-        self.buffers.append(Buffer(name, scope, tuple(map(self.number, buffer.shape)), str(buffer.dtype)))
+        self.buffers.append(Buffer(name, scope, tuple(map(self.number, buffer.shape)), kind.bits * kind.lanes))
 
     def nodes(self, node: Any) -> list[Node]:
         match _kind(node):
