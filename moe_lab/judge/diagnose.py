@@ -84,11 +84,7 @@ class Mistake(NamedTuple):
 
 
 def cause_of(history: Sequence[Made]) -> str | None:
-    """The usual mistake that explains the last call, as a sentence without a full stop; None if nothing fits.
-
-    Args:
-        history: the calls of one group up to the wrong one, oldest first.
-    """
+    """The usual mistake that explains the last of a group's calls so far: no full stop, and None if nothing fits."""
     made, result = history[-1], history[-1].comparison
     wrong = torch.nonzero(result.wrong_rows).flatten()
     if not wrong.numel():

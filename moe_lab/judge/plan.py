@@ -25,8 +25,7 @@ OutFill = Literal["zeros", "nan", "noise", "previous"]
 #: What memory from torch.empty holds.
 Garbage = Literal["untouched", "zeros", "nan", "noise", "large"]
 
-#: The three weights of an expert.
-WEIGHTS = ("gate_w", "up_w", "down_w")
+WEIGHTS = ("gate_w", "up_w", "down_w")  # of an expert
 _ROUNDS = 25  # timed calls of a contest case
 _GPU_FIRST_CALL_S = 180.0  # a file may hold several kernels, and a GPU's compiler takes 5 to 20 s for each
 #: Group sizes of the calls that look for state, and of the variants: one expert empty, one an exact multiple of 128,
@@ -208,10 +207,8 @@ def contest_groups(rng: random.Random, *, full: bool = False) -> tuple[Group, ..
         else:
             expert, rows = rng.randrange(1, case.num_experts), rng.randint(2, 40)
             first = second = tuple(rows if index == expert else 0 for index in range(case.num_experts))
-        calls = (
-            Call(first, rng.getrandbits(31), out_fill="noise"),
-            Call(second, rng.getrandbits(31), token_poison="zeros"),
-        )
+        seeds = rng.getrandbits(31), rng.getrandbits(31)
+        calls = (Call(first, seeds[0], out_fill="noise"), Call(second, seeds[1], token_poison="zeros"))
         name, sizes = case.name if full else f"{case.name}, one block", (case.hidden, case.intermediate)
         rounds = _ROUNDS if full else 0
         groups.append(Group(name, *sizes, calls, held, sparse=not full, on_device=full, timed_rounds=rounds))
@@ -233,7 +230,7 @@ def variant_groups(seed: int) -> tuple[Group, ...]:
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:
-    """The ten tensors of a call, from those of the call before; None for the first.
+    """The ten tensors of a call, from those of the call before if there is one.
 
     A change of one argument swaps two parts of it and leaves the rest: a cache that looks at a few elements, at a sum
     or at the extremes does not see it. The device is that of a group drawn there; others stay on the CPU.

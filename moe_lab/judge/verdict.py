@@ -187,9 +187,7 @@ class Report(_Strict):
         """The report as plain text, in lines of at most ``width`` columns, which must be at least 60."""
         return self._printed(width).export_text()
 
-    def __str__(self) -> str:
-        """As :meth:`render`."""
-        return self.render()
+    __str__ = render
 
     def _repr_html_(self) -> str:
         colour = "#1b7837" if self.accepted else "#b2182b"
