@@ -118,7 +118,7 @@ def _reasons(kernel: LoweredKernel) -> Iterator[str]:
             f"needs {kernel.shared_bytes} bytes of shared memory, a block of the {c500.title} has "
             f"{c500.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
         )
-    most = c500.most_threads_per_block
+    most = c500.threads_per_block
     if kernel.threads > most:
         yield f"has {kernel.threads} threads a block, the {c500.title} takes {most}"
 

@@ -240,7 +240,7 @@ def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | Non
 
 
 def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
-    limits = (gpu.shared_per_block_bytes, gpu.registers_per_thread, gpu.most_threads_per_block) if gpu else (None,) * 3
+    limits = (gpu.shared_per_block_bytes, gpu.registers_per_thread, gpu.threads_per_block) if gpu else (None,) * 3
     units = (("shared memory", 1024, "KiB"), ("fragments", 1, "registers a thread"), ("threads", 1, "a block"))
     gauges = []
     for kernel in found.kernels:

@@ -58,8 +58,7 @@ class Roof:
 
     def __post_init__(self) -> None:
         """Refuse a ceiling that is not above 0."""
-        peak, bandwidth = self.peak_tflops, self.bandwidth_tbps
-        if peak <= 0 or bandwidth <= 0:
+        if min(peak := self.peak_tflops, bandwidth := self.bandwidth_tbps) <= 0:
             raise DataError(f"got a roof of {peak} TFLOP/s and {bandwidth} TB/s, expected both above 0")
 
     @property
@@ -86,17 +85,21 @@ class _Row:
 class _Limit:
     """A hard limit of a device, read like an attribute: where sources disagree, the smaller number is safe."""
 
+    def __init__(self, instead: int | _Limit | None = None) -> None:
+        self.instead = instead  # where no source says
+
     def __set_name__(self, owner: type, name: str) -> None:
-        self._quantity: Quantity = name  # type: ignore[assignment]
+        self.quantity: Quantity = name  # type: ignore[assignment]
 
     def __get__(self, device: Device, owner: type) -> int:
-        figure = device.figure(self._quantity)
-        if figure is None:
-            raise DataError(
-                f"got no {self._quantity} for {device.title}, expected one in device_figures.csv, usually because a "
-                f"{device.kind} has no such limit"
-            )
-        return int(figure.low)
+        if figure := device.figure(self.quantity):
+            return int(figure.low)
+        if self.instead is not None:
+            return self.instead.__get__(device, owner) if isinstance(self.instead, _Limit) else self.instead
+        raise DataError(
+            f"got no {self.quantity} for {device.title}, expected one in device_figures.csv, usually because a "
+            f"{device.kind} has no such limit"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,32 +112,21 @@ class Device(_Row):
     lanes = _Limit()  # threads of a wave (warp): 32 or 64
     shared_per_block_bytes = _Limit()
     shared_per_processor_bytes = _Limit()
+    shared_reserved_per_block_bytes = _Limit(0)  # what the driver keeps for itself of each resident block
     registers_per_processor = _Limit()  # of 32 bits
     registers_per_thread = _Limit()  # a thread that needs more spills
     threads_per_processor = _Limit()  # resident ones
+    threads_per_block = _Limit(threads_per_processor)
     l2_bytes = _Limit()  # second-level cache
 
     def figure(self, quantity: Quantity, basis: Basis = "specification") -> Figure | None:
         """One figure, None if no source gives it."""
         return next((item for item in self.figures if (item.quantity, item.basis) == (quantity, basis)), None)
 
-    @property
-    def shared_reserved_per_block_bytes(self) -> int:
-        """What the driver keeps for itself of each resident block; 0 where no source names any."""
-        figure = self.figure("shared_reserved_per_block_bytes")
-        return int(figure.low) if figure else 0
-
-    @property
-    def most_threads_per_block(self) -> int:
-        """Threads of one block at most; where no source says, as many as a processor holds."""
-        figure = self.figure("threads_per_block")
-        return int(figure.low) if figure else self.threads_per_processor
-
     def roof(self, basis: Basis = "specification") -> Roof:
         """The ceilings; of a range the upper end, because a bound must not be beaten.
 
-        Raises:
-            DataError: if there is no such pair of figures, as for a card that nobody measured whole.
+        Raises DataError if there is no such pair of figures, as for a card that nobody measured whole.
         """
         peak, bandwidth = self.figure("peak_fp16_tflops", basis), self.figure("bandwidth_gbps", basis)
         if basis == "observed" or peak is None or bandwidth is None:
@@ -150,38 +142,32 @@ class Device(_Row):
 def devices() -> dict[str, Device]:
     """Every device of ``data/devices.csv`` by its key, in the file's order.
 
-    Raises:
-        DataError: for a row that does not fit, a figure given twice, or a device that lacks one it needs.
+    Raises DataError for a row that does not fit, a figure given twice, or a device that lacks one it needs.
     """
     rows = load(data_dir() / "devices.csv", _Row, key=("name",))
     figures = load(data_dir() / "device_figures.csv", Figure, key=("device", "quantity", "basis"))
-    unknown = {figure.device for figure in figures} - {row.name for row in rows}
-    if unknown:
+    if unknown := {figure.device for figure in figures} - {row.name for row in rows}:
         raise DataError(f"device_figures.csv: got {', '.join(sorted(unknown))}, expected keys of devices.csv")
-    limits = [name for name, value in vars(Device).items() if isinstance(value, _Limit)]
+    limits = [value.quantity for value in vars(Device).values() if isinstance(value, _Limit) and value.instead is None]
     found: dict[str, Device] = {}
     for row in rows:
-        own = tuple(figure for figure in figures if figure.device == row.name)
-        known = {figure.quantity for figure in own if figure.basis == "specification"}
-        needed = ["peak_fp16_tflops", "bandwidth_gbps", *(limits if row.kind == "gpu" else ["processors"])]
-        missing = [quantity for quantity in needed if quantity not in known]
-        if missing:
+        item = found[row.name] = Device(**vars(row), figures=tuple(each for each in figures if each.device == row.name))
+        needed: list[Quantity] = ["peak_fp16_tflops", "bandwidth_gbps"]
+        needed += limits if row.kind == "gpu" else ["processors"]
+        if missing := [quantity for quantity in needed if item.figure(quantity) is None]:
             raise DataError(f"device_figures.csv: {row.name} has no {', '.join(missing)}, expected its specification")
-        found[row.name] = Device(**vars(row), figures=own)
     return found
 
 
 def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
     """One device by any of its names (see :func:`reported_as`); of any kind by default.
 
-    Raises:
-        DataError: for a name that is none of them, or of another kind.
+    Raises DataError for a name that is none of them, or of another kind.
     """
-    offered = [item for item in devices().values() if kind in (None, item.kind)]
-    keys = ", ".join(item.name for item in offered)
     found = reported_as(name)
-    if found in offered:
+    if found and kind in (None, found.kind):
         return found
+    keys = ", ".join(item.name for item in devices().values() if kind in (None, item.kind))
     if found:
         raise DataError(f"got device {name!r}, a {found.kind.upper()}, expected a {str(kind).upper()}: {keys}")
     raise DataError(
@@ -193,10 +179,8 @@ def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:
 def reported_as(text: str) -> Device | None:
     """The device with this key or title, or whose driver reports itself like this, in any case; None if there is none.
 
-    >>> reported_as("NVIDIA H200").name
-    'h200'
-    >>> reported_as("NVIDIA H200 NVL") is None
-    True
+    >>> reported_as("NVIDIA H200").name, reported_as("NVIDIA H200 NVL")
+    ('h200', None)
     """
     wanted = text.strip().casefold()
     named = ((item, name) for item in devices().values() for name in (item.name, item.title, *item.names))

@@ -362,7 +362,7 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
         if registers > (most := device.registers_per_thread):
             kept = f"keeps at least {registers} registers a thread in fragments"
             reasons.append(f"{stage} {kept}, the {where} has {most}: the rest goes to memory")
-    if threads > (most := device.most_threads_per_block):
+    if threads > (most := device.threads_per_block):
         reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
     if threads % lanes or threads < 1:
         reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {lanes} lanes")
