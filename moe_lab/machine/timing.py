@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from moe_lab.machine import backend
 from moe_lab.problem.contract import data_dir
 from moe_lab.problem.errors import ContractError, DataError
 from moe_lab.problem.submission import write_atomic
@@ -49,45 +50,42 @@ class Timing:
 def summarise(name: str, times_ms: Sequence[float], *, device: str, cache: Cache) -> Timing:
     """Median and its 95% bootstrap interval (percentiles of 2000 resamples, seeded).
 
-    Raises:
-        ContractError: for no time at all, or one that is not above 0.
+    Raises ContractError for no time at all, or one that is not above 0.
 
     >>> summarise("x", [2.0, 1.0, 3.0], device="a card", cache="cold").median_ms
     2.0
     """
     if not times_ms or not all(value > 0 for value in times_ms):
         raise ContractError(f"got times {list(times_ms)} for {name}, expected at least one, each above 0 ms")
-    low = high = median = statistics.median(times_ms)
-    if len(times_ms) > 1:
-        import numpy as np
-        from scipy.stats import bootstrap
+    median = float(statistics.median(times_ms))
+    low, high = _interval(_medians(times_ms, 0))
+    return Timing(name, device, cache, tuple(times_ms), median, min(low, median), max(high, median))
 
-        interval = bootstrap(
-            (np.asarray(times_ms),), np.median, method="percentile", n_resamples=_RESAMPLES,
-            random_state=np.random.default_rng(0), vectorized=True,
-        ).confidence_interval  # fmt: skip
-        low, high = min(float(interval.low), median), max(float(interval.high), median)
-    return Timing(name, device, cache, tuple(times_ms), float(median), low, high)
+
+def _medians(times_ms: Sequence[float], seed: int) -> Any:
+    """Medians of 2000 resamples."""
+    import numpy as np
+
+    return np.median(np.random.default_rng(seed).choice(times_ms, (_RESAMPLES, len(times_ms))), axis=1)
+
+
+def _interval(resampled: Any) -> tuple[float, float]:
+    import numpy as np
+
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def interleave(
     calls: Mapping[str, Callable[[int], Any]], *, rounds: int = 25, warmup: int = 3, sets: int = 1
 ) -> dict[str, Timing]:
-    """Time candidates in turns on this machine's device.
+    """Time candidates in turns on this machine's device, ``rounds`` times each after ``warmup`` rounds.
 
-    Args:
-        calls: by name, a function that takes the number of an input set and issues the work on it.
-        rounds: timed calls of each candidate, at least 1.
-        warmup: rounds before that, not timed.
-        sets: input sets that rotate, at least 1; each should hold more than the cache.
-
-    Raises:
-        ContractError: for fewer than one round or set.
+    Each of ``calls`` takes the number of an input set, of which there are ``sets``, and issues the work on it; a set
+    should hold more than the cache. Raises ContractError for fewer than one round or set.
     """
     if rounds < 1 or sets < 1 or warmup < 0:
         raise ContractError(f"got rounds={rounds}, warmup={warmup}, sets={sets}, expected at least 1, 0 and 1")
-    from moe_lab.machine import backend
-
     where = backend.detect()
     clock = _cpu_clock if where.kind == "cpu" else _gpu_clock()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -145,8 +143,7 @@ class Speedup:
 def speedup(one: Timing, other: Timing) -> Speedup:
     """Median of ``other`` over median of ``one``: above 1 means that ``one`` is faster.
 
-    Raises:
-        ContractError: if the two were timed on different devices or with another state of the cache.
+    Raises ContractError if the two were timed on different devices or with another state of the cache.
     """
     if one.device != other.device:
         found = f"got {one.name} on {one.device} and {other.name} on {other.device}"
@@ -154,14 +151,7 @@ def speedup(one: Timing, other: Timing) -> Speedup:
     if one.cache != other.cache:
         found = f"got {one.name} with a {one.cache} cache and {other.name} with a {other.cache} one"
         raise ContractError(f"{found}, expected the same")
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    slow, fast = (
-        np.median(rng.choice(each.times_ms, (_RESAMPLES, len(each.times_ms))), axis=1) for each in (other, one)
-    )
-    low, high = np.percentile(slow / fast, [2.5, 97.5])
-    return Speedup(other.median_ms / one.median_ms, float(low), float(high))
+    return Speedup(other.median_ms / one.median_ms, *_interval(_medians(other.times_ms, 1) / _medians(one.times_ms, 2)))
 
 
 @dataclass(frozen=True)
@@ -226,8 +216,7 @@ def new_run() -> tuple[str, str]:
 def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
     """Write the rows of one run to a file in ``data/measurements``: complete or not at all, no other run is touched.
 
-    Raises:
-        ContractError: for no rows, or rows of several runs.
+    Raises ContractError for no rows, or rows of several runs.
     """
     runs = {row.run for row in rows}
     if len(runs) != 1:
@@ -238,11 +227,7 @@ def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
 
 
 def measurements(folder: Path | None = None) -> list[Measurement]:
-    """Every recorded row, oldest run first.
-
-    Raises:
-        DataError: for a row that does not fit; names file and line.
-    """
+    """Every recorded row, oldest run first; raises DataError, which names file and line, for one that does not fit."""
     folder = folder or data_dir() / "measurements"
     if not folder.is_dir():
         raise DataError(f"got no folder {folder}, expected recorded measurements: run `moe-lab bench`")
@@ -250,16 +235,9 @@ def measurements(folder: Path | None = None) -> list[Measurement]:
 
 
 def newest_runs(device: str, name: str, routing: str, folder: Path | None = None) -> list[Measurement]:
-    """Of each case the newest recorded run that timed something on a device, with one routing and a cold cache.
+    """All rows of the newest run of each case that timed ``name`` with a cold cache, cases in order.
 
-    Args:
-        device: part of the device's own name, such as "H200".
-        name: step, file or library that the runs must hold.
-        routing: name of the routing.
-        folder: ``data/measurements`` by default.
-
-    Returns:
-        All rows of these runs and their case, cases in order.
+    ``device`` is part of the device's own name, such as "H200"; ``name`` is a step, file or library.
     """
     wanted = (row for row in measurements(folder) if device in row.device and row.routing == routing)
     rows = [row for row in wanted if row.cache in COLD]
