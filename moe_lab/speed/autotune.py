@@ -66,23 +66,45 @@ def tune(
     """Search with sizes drawn multinomially, and remember what was found: the best, or the source's own literals.
 
     Varies the literals in ``names`` in order, see :func:`offers`, with so many timed calls of each configuration.
-
-    Raises ContractError for a name with no choice, or if the submission itself does not compile or is wrong;
-    SubmissionError if the text is no Python, cannot be loaded, or has no ``run_kernel`` or no literal to vary;
-    BackendError if this machine cannot run TileLang.
+    Raises ContractError for a name with no choice or a submission that does not compile or is wrong, SubmissionError
+    for one that cannot be loaded or has no literal to vary, BackendError if this machine cannot run TileLang.
     """
-    backend.prepare()
     _check_loads(submission)
     offered = offers(submission, names)
     if not offered:
         raise SubmissionError(
             f"got no literal with a choice in {submission.name}, expected one at module level such as BLOCK_K = 64"
         )
-    search = _Search(submission, case, rounds, say)
-    search.check()
+    sizes, where = group_sizes("multinomial", case.num_experts, case.num_tokens), backend.detect()
+    card = reported_as(where.name) if where.kind != "cpu" else None
+    _check_runs(submission, case, sizes)
+    best, median_ms, source_ms = submission, 0.0, 0.0
+    timed = pruned = failed = 0
     for name, values in offered.items():
-        search.vary(name, values)
-    result = search.result()
+        rungs = {"source": submission, "best": best}
+        for value in values:
+            if value == best.values[name]:
+                continue
+            label, text = f"{name}={value!r}", best.with_literals(**{name: value})
+            reason = why_not(text, case, sizes, card)
+            if reason:
+                pruned += 1
+                say(f"{label} pruned: {reason}")
+            else:
+                rungs[label] = text
+        timings = _time(rungs, case, sizes, rounds, say)
+        if not {"source", "best"} <= timings.keys():
+            raise _unfit(submission, "it was right once, and then it was not")
+        timed, failed = timed + len(timings) - 2, failed + len(rungs) - len(timings)
+        winner = min(timings, key=lambda label: timings[label].median_ms)
+        if winner in ("source", "best") or speedup(timings[winner], timings["best"]).low <= 1:
+            winner = "best"
+        else:
+            say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
+        best, median_ms, source_ms = rungs[winner], timings[winner].median_ms, timings["source"].median_ms
+    changed = {name: value for name, value in best.values.items() if value != submission.values[name]}
+    # With nothing changed both figures are of one text, and their difference is noise.
+    result = Tuned(changed, median_ms if changed else source_ms, source_ms, timed, pruned, failed)
     try:
         path, entries = cache_file(), _read() | {_key(submission, case): asdict(result)}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +117,7 @@ def tune(
 
 def _check_loads(submission: Submission) -> None:
     """Refuse a text that has no ``run_kernel`` to time, before anything is measured."""
+    backend.prepare()
     try:
         submission.tree  # noqa: B018 - says where a text is no Python
         backend.load(submission)
@@ -105,67 +128,26 @@ def _check_loads(submission: Submission) -> None:
         raise SubmissionError(f"{submission.name} cannot be loaded: {why}") from None
 
 
-class _Search:
-    """The best literals so far, and how many configurations were tried."""
+def _check_runs(submission: Submission, case: Case, sizes: tuple[int, ...]) -> None:
+    """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
+    said: list[str] = []
+    try:
+        if not _time({"source": submission}, case, sizes, 1, said.append):
+            raise _unfit(submission, next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
+    except SystemExit:
+        raise _unfit(submission, "run_kernel ends Python") from None
 
-    def __init__(self, submission: Submission, case: Case, rounds: int, say: Callable[[str], None]) -> None:
-        self._source, self._case, self._rounds, self._say = submission, case, rounds, say
-        self._sizes = group_sizes("multinomial", case.num_experts, case.num_tokens)
-        where = backend.detect()
-        self._device = reported_as(where.name) if where.kind != "cpu" else None
-        self._best = submission
-        self._timed = self._pruned = self._failed = 0
-        self._median_ms = self._source_ms = 0.0
 
-    def check(self) -> None:
-        """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
-        said: list[str] = []
-        try:
-            if not self._time({"source": self._source}, 1, said.append):
-                raise self._unfit(next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
-        except SystemExit:
-            raise self._unfit("run_kernel ends Python") from None
+def _unfit(submission: Submission, why: str) -> ContractError:
+    found = f"got {submission.name}, which does not run or is wrong on this machine ({why})"
+    return ContractError(f"{found}, expected a file that `moe-lab judge` accepts")
 
-    def vary(self, name: str, values: Sequence[LiteralValue]) -> None:
-        """Time all values of one literal in turns, and keep the fastest if it is faster beyond the noise."""
-        rungs = {"source": self._source, "best": self._best}
-        for value in values:
-            if value == self._best.values[name]:
-                continue
-            label, text = f"{name}={value!r}", self._best.with_literals(**{name: value})
-            reason = why_not(text, self._case, self._sizes, self._device)
-            if reason:
-                self._pruned += 1
-                self._say(f"{label} pruned: {reason}")
-            else:
-                rungs[label] = text
-        timings = self._time(rungs, self._rounds, self._say)
-        if not {"source", "best"} <= timings.keys():
-            raise self._unfit("it was right once, and then it was not")
-        self._timed += len(timings) - 2
-        self._failed += len(rungs) - len(timings)
-        best, winner = timings["best"], min(timings, key=lambda key: timings[key].median_ms)
-        if winner in ("source", "best") or speedup(timings[winner], best).low <= 1:
-            winner = "best"
-        else:
-            self._say(f"{winner}: {best.median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")
-        self._best = rungs[winner]
-        self._median_ms, self._source_ms = timings[winner].median_ms, timings["source"].median_ms
 
-    def result(self) -> Tuned:
-        own = self._source.values
-        changed = {name: value for name, value in self._best.values.items() if value != own[name]}
-        # With nothing changed both figures are of one text, and their difference is noise.
-        median_ms = self._median_ms if changed else self._source_ms
-        return Tuned(changed, median_ms, self._source_ms, self._timed, self._pruned, self._failed)
-
-    def _time(self, rungs: dict[str, Submission], rounds: int, say: Callable[[str], None]) -> dict[str, Timing]:
-        timed = time_case(self._case, self._sizes, 0, rungs, rounds, say, alone=True)
-        return {candidate.name: timing for candidate, timing, _ in timed}
-
-    def _unfit(self, why: str) -> ContractError:
-        found = f"got {self._source.name}, which does not run or is wrong on this machine ({why})"
-        return ContractError(f"{found}, expected a file that `moe-lab judge` accepts")
+def _time(
+    rungs: dict[str, Submission], case: Case, sizes: tuple[int, ...], rounds: int, say: Callable[[str], None]
+) -> dict[str, Timing]:
+    timed = time_case(case, sizes, 0, rungs, rounds, say, alone=True)
+    return {candidate.name: timing for candidate, timing, _ in timed}
 
 
 def tuned(submission: Submission, case: Case) -> Submission:
