@@ -29,10 +29,8 @@ def data_dir() -> Path:
     """The folder ``data/`` of this checkout; raises DataError if the package was installed without one."""
     path = Path(__file__).resolve().parents[2] / "data"
     if not path.is_dir():
-        raise DataError(
-            f"got no folder {path}, expected the data/ folder of the checkout, usually because moe_lab was installed "
-            "without -e: run `pip install -e .` inside the clone"
-        )
+        why = "usually because moe_lab was installed without -e: run `pip install -e .` inside the clone"
+        raise DataError(f"got no folder {path}, expected the data/ folder of the checkout, {why}")
     return path
 
 

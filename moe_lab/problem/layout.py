@@ -47,10 +47,6 @@ def group_sizes(distribution: Distribution, num_experts: int, num_rows: int, see
         if distribution == "skewed":
             rng.shuffle(weights)
         drawn = rng.choices(range(num_experts), weights, k=num_rows)
-    return _counts(drawn, num_experts)
-
-
-def _counts(drawn: Sequence[int], num_experts: int) -> tuple[int, ...]:
     counts = Counter(drawn)
     return tuple(counts[expert] for expert in range(num_experts))
 
@@ -78,10 +74,8 @@ class GroupedLayout:
             if isinstance(size, bool) or int(size) != size:
                 raise ContractError(f"got size {size!r} for expert {expert}, expected an integer")
             if size < 0:
-                raise ContractError(
-                    f"got size {size} for expert {expert}, expected at least 0, usually because the sizes of the other "
-                    "experts already sum to more than the rows there are"
-                )
+                why = "usually because the sizes of the other experts already sum to more than the rows there are"
+                raise ContractError(f"got size {size} for expert {expert}, expected at least 0, {why}")
         if self.block < 1:
             raise ContractError(f"got block={self.block}, expected at least 1 row")
         if self.padding_rule not in get_args(PaddingRule):
@@ -93,15 +87,13 @@ class GroupedLayout:
         cls, choices: Sequence[int] | torch.Tensor, num_experts: int, block: int = BLOCK_TOKEN,
         padding_rule: PaddingRule = "ceil",
     ) -> GroupedLayout:  # fmt: skip
-        """Count a router's choices: expert of each (token, k) pair, any shape.
-
-        Raises ContractError for a choice outside [0, num_experts).
-        """
+        """Count a router's choices, of any shape; raises ContractError for one outside [0, num_experts)."""
         flat = choices.flatten().tolist() if hasattr(choices, "flatten") else list(choices)
         for position, expert in enumerate(flat):
             if not 0 <= expert < num_experts:
                 raise ContractError(f"got expert {expert} at position {position}, expected 0 to {num_experts - 1}")
-        return cls(_counts(flat, num_experts), block, padding_rule)
+        counts = Counter(flat)
+        return cls(tuple(counts[expert] for expert in range(num_experts)), block, padding_rule)
 
     @property
     def num_experts(self) -> int:
@@ -145,11 +137,7 @@ class GroupedLayout:
 
     @cached_property
     def raw_to_padded(self) -> tuple[int, ...]:
-        """Padded row of each raw row, shape (N,).
-
-        >>> GroupedLayout((1, 2), block=4).raw_to_padded
-        (0, 4, 5)
-        """
+        """Padded row of each raw row, shape (N,)."""
         groups = zip(self.padded_offsets, self.sizes, strict=False)
         return tuple(start + row for start, size in groups for row in range(size))
 
@@ -176,10 +164,8 @@ def permute(
     order = torch.argsort(choices.flatten(), stable=True)
     counts = torch.bincount(choices.flatten(), minlength=layout.num_experts).tolist()
     if tuple(counts) != layout.sizes:
-        raise ContractError(
-            f"got choices with group sizes {tuple(counts)}, expected {layout.sizes}, usually because the layout was "
-            "built from other choices"
-        )
+        why = "usually because the layout was built from other choices"
+        raise ContractError(f"got choices with group sizes {tuple(counts)}, expected {layout.sizes}, {why}")
     rows = torch.tensor(layout.raw_to_padded, dtype=torch.int64, device=tokens.device)
     stacked = torch.zeros(layout.num_padded_rows, tokens.shape[1], dtype=tokens.dtype, device=tokens.device)
     stacked[rows] = tokens[order // choices.shape[1]]

@@ -30,10 +30,8 @@ class Routing:
         if case is None:
             raise ValueError(f"got case {self.case}, expected one of {', '.join(map(str, CASES))}")
         if len(self.sizes) != case.num_experts or min(self.sizes) < 0 or sum(self.sizes) != case.num_tokens:
-            raise ValueError(
-                f"got {len(self.sizes)} sizes that sum to {sum(self.sizes)}, expected {case.num_experts} of at least 0 "
-                f"that sum to {case.num_tokens}"
-            )
+            wanted = f"{case.num_experts} of at least 0 that sum to {case.num_tokens}"
+            raise ValueError(f"got {len(self.sizes)} sizes that sum to {sum(self.sizes)}, expected {wanted}")
 
 
 @functools.cache

@@ -116,16 +116,12 @@ class Submission:
         return {name: literal.value for name, literal in self.literals.items()}
 
     def with_literals(self, **values: LiteralValue) -> Submission:
-        """The same text with some literals changed, and nothing else.
-
-        Raises SubmissionError for a name that is no literal of this file or a value of another kind.
-        """
+        """The same text with other values; raises SubmissionError for another name or another kind of value."""
         unknown = ", ".join(sorted(set(values) - set(self.literals)))
         if unknown:
             expected = f"one of {', '.join(self.literals) or 'no literal at all'} ({self.name})"
-            raise SubmissionError(
-                f"got {unknown}, expected {expected}, usually because the name is computed or bound twice"
-            )
+            why = "usually because the name is computed or bound twice"
+            raise SubmissionError(f"got {unknown}, expected {expected}, {why}")
         text = self.source.encode()
         for name, literal in reversed(self.literals.items()):
             value, old = values.get(name, literal.value), literal.value

@@ -72,9 +72,8 @@ def tune(
     _check_loads(submission)
     offered = offers(submission, names)
     if not offered:
-        raise SubmissionError(
-            f"got no literal with a choice in {submission.name}, expected one at module level such as BLOCK_K = 64"
-        )
+        expected = "one at module level such as BLOCK_K = 64"
+        raise SubmissionError(f"got no literal with a choice in {submission.name}, expected {expected}")
     sizes, where = group_sizes("multinomial", case.num_experts, case.num_tokens), backend.detect()
     card = reported_as(where.name) if where.kind != "cpu" else None
     _check_runs(submission, case, sizes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import platform
 import shutil
@@ -41,7 +42,6 @@ CPU_CASE = Case("small case for a CPU", 4, 256, 512, 568)
 DEFAULT_ROUTING = "multinomial-0"
 
 _MATMUL, _COPY = "dense matmul", "large copy"
-_SIZES = ("num_experts", "hidden", "intermediate", "num_tokens")
 #: Longest time for one candidate's first calls: the slowest library known here tunes itself for five minutes.
 _READY_S = 600.0
 #: A GPU rests before the clock runs: after a library has tuned itself its clocks are low, and no fault of the others.
@@ -76,17 +76,13 @@ def run(
 
     A GPU times all contest cases by default, a CPU takes none and times :data:`CPU_CASE`; ``steps`` are by default all
     that are meant for the device, ``rounds`` 25 on a GPU and 5 on a CPU. ``routing`` is the name of a recorded one.
-
-    Raises ContractError for a case on a CPU, or a case or a routing that does not exist; SubmissionError for an unknown
-    step, or none at all; BackendError if this machine cannot run TileLang.
+    Raises ContractError for a case on a CPU or one that does not exist, or such a routing, SubmissionError for an
+    unknown step or none at all, BackendError if this machine cannot run TileLang.
     """
     where = backend.prepare()
     on_cpu = where.kind == "cpu"
     if on_cpu and cases:
-        raise ContractError(
-            "got a contest case on a machine with no GPU, expected none: a CPU would need hours, so it runs a small "
-            "case that shows the harness and no speed worth comparing"
-        )
+        raise ContractError("got a contest case on a machine with no GPU, expected none: a CPU would need hours")
     for number in cases or ():
         if number not in CASES:
             raise ContractError(f"got case {number}, expected one of {', '.join(map(str, CASES))}")
@@ -107,7 +103,8 @@ def run(
     say(f"run {run_id} on {where.name}" + " (CPU: shows the harness, says nothing about a GPU)" * on_cpu)
     rows: list[Measurement] = []
     for case, sizes in drawn.items():
-        sized = common | {"case": case.name} | {name: getattr(case, name) for name in _SIZES}
+        sized = common | {"case": case.name, "num_tokens": case.num_tokens, "num_experts": case.num_experts}
+        sized |= {"hidden": case.hidden, "intermediate": case.intermediate}
         found = [
             Measurement(
                 **sized, kind=item.kind, name=item.name, source_hash=item.source_hash, cache=timing.cache,
@@ -184,16 +181,8 @@ def time_case(
     seeds = range(seed, seed + _sets_that_fit(case, sizes, len(rungs)))
     sets = [draw_inputs(case, sizes, seed=number, device=where.torch_device) for number in seeds]
     truths = [fused_truth(inputs) for inputs in sets]
-    candidates: list[Candidate] = []
-    for name, submission in rungs.items():
-        candidates += _ready(name, submission, sets, truths, tell)
-    for peer in () if alone else PEERS:
-        missing = peer.missing(not on_cpu)
-        if missing:
-            tell(f"{peer.name} left out: {missing}")
-        else:
-            tell(f"{peer.name} gets ready, within {_READY_S:g} s or not at all")
-            candidates += _ready(peer.name, peer, sets, truths, tell)
+    contenders: dict[str, Submission | Peer] = {**rungs, **({} if alone else {peer.name: peer for peer in PEERS})}
+    candidates = [item for name, what in contenders.items() for item in _ready(name, what, sets, truths, tell)]
     if not alone:
         candidates += _roofs(on_cpu)
         if not on_cpu:
@@ -218,6 +207,11 @@ def _ready(
     tell: Callable[[str], None],
 ) -> list[Candidate]:  # fmt: skip
     """A candidate whose first calls were right and came in time, or none once it is said why."""
+    if isinstance(what, Peer):
+        missing = what.missing(backend.detect().kind != "cpu")
+        tell(f"{name} " + (f"left out: {missing}" if missing else f"gets ready, within {_READY_S:g} s or not at all"))
+        if missing:
+            return []
     started = time.perf_counter()
     try:
         with _at_most(_READY_S):
@@ -338,7 +332,7 @@ class _Run:
     """The rows of one run and case that has steps, peers and both roofs."""
 
     def __init__(self, rows: list[Measurement]) -> None:
-        self.rows, self.id, self.bound = rows, rows[0].run, bound_ms(rows)
+        self.rows, self.id, self.device, self.bound = rows, rows[0].run, rows[0].device, bound_ms(rows)
         ranked = sorted(rows, key=lambda row: row.median_ms)
         self.steps, self.peers = ([row for row in ranked if row.kind == kind] for kind in ("step", "peer"))
         self.step, self.peer = self.steps[0], self.peers[0]
@@ -360,13 +354,11 @@ def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
     rows = [row for row in measurements(folder) if row.cache in COLD and row.routing == DEFAULT_ROUTING]
     found = []
     for case in CASES.values():
-        grouped: dict[str, list[Measurement]] = {}
-        for row in rows:
-            if all(getattr(row, name) == getattr(case, name) for name in _SIZES):
-                grouped.setdefault(row.run, []).append(row)
-        kinds = {name: Counter(row.kind for row in grouped[name]) for name in sorted(grouped)}
-        whole = [grouped[name] for name, of in kinds.items() if of["step"] and of["peer"] and of["roof"] > 1]
-        runs = [_Run(of_run) for of_run in whole if of_run[0].device == whole[-1][0].device]
+        of_case = sorted((row for row in rows if row.case == case.name), key=lambda row: row.run)
+        by_run = [list(of_run) for _, of_run in itertools.groupby(of_case, key=lambda row: row.run)]
+        kinds = [Counter(row.kind for row in of_run) for of_run in by_run]
+        whole = [_Run(r) for r, of in zip(by_run, kinds, strict=True) if of["step"] and of["peer"] and of["roof"] > 1]
+        runs = [run for run in whole if run.device == whole[-1].device]
         if runs:
             rival = min((run.peer.median_ms / run.bound, run.peer.name) for run in runs)[1]
             beside = _of_today([run for run in runs if any(row.name == rival for row in run.peers)])
@@ -381,21 +373,17 @@ def _records(folder: Path | None) -> list[tuple[list[_Run], list[_Run], _Run]]:
 
 
 def summary_rows(folder: Path | None = None) -> list[Measurement]:
-    """The recorded rows that show the ladder and the peers: of each contest case one run, cases in order.
-
-    Raises DataError if no recorded run qualifies.
-    """
+    """The recorded rows that show the ladder and the peers: of each contest case one run; DataError for none."""
     return [row for _, _, ladder in _records(folder) for row in ladder.rows]
 
 
 def summary(folder: Path | None = None) -> list[str]:
     """One line for each contest case from the recorded data: how far from the bound, how far from the best peer.
 
-    Each ratio is of one run, never across runs; the line gives its median over the runs, and the least and the
-    greatest, because cards of one kind differ. ``bound_ratio`` is our best median over the bound of the run, over all
-    runs with the most of the steps that are recommended today. ``vs_best_peer`` is the best peer's median over our
-    best, over the runs with the fastest peer known; those can be older ones, with an older step, which is named.
-    Raises DataError if no recorded run qualifies.
+    Each ratio is of one run; the line gives its median over the runs and the extremes, because cards of one kind
+    differ. ``bound_ratio`` is our best median over the bound, in the runs with the most of today's recommended steps;
+    ``vs_best_peer`` the best peer's median over our best, in the runs with the fastest peer known, which can be older
+    and have an older step, which is named. Raises DataError if no recorded run qualifies.
     """
     lines = []
     for today, beside, ladder in _records(folder):

@@ -16,22 +16,19 @@ from moe_lab.problem.errors import BackendError, ContractError
 from moe_lab.problem.layout import GroupedLayout, permute, unpermute
 from moe_lab.problem.reference import Experts, route
 from moe_lab.speed.autotune import tuned
-from moe_lab.steps import STEPS, Step
-
-
-def best_step() -> Step:
-    """The step recommended here: on a Hopper GPU the end of the Hopper branch, whose instructions no other card has.
-
-    Every other device, the CPU included, gets the end of the C500 branch: at most 64 KiB of shared memory.
-    """
-    branch = "hopper" if backend.is_hopper() else "c500"
-    return next(entry for entry in STEPS.values() if entry.recommended and entry.branch == branch)
+from moe_lab.steps import STEPS
 
 
 @functools.cache
-def _entry(case: Case) -> Callable[..., None]:
-    """The best step for this device with the literals that tuning found for this shape, if it was tuned."""
-    return backend.load(tuned(best_step().submission(), case))
+def _entry(num_experts: int, hidden: int, intermediate: int) -> Callable[..., None]:
+    """The step recommended here with the literals that tuning found for this shape, if it was tuned.
+
+    On a Hopper GPU that is the end of the Hopper branch, whose instructions no other card has; on every other device,
+    the CPU included, the end of the C500 branch: at most 64 KiB of shared memory.
+    """
+    branch = "hopper" if backend.is_hopper() else "c500"
+    best = next(entry for entry in STEPS.values() if entry.recommended and entry.branch == branch)
+    return backend.load(tuned(best.submission(), Case("fused_moe", num_experts, hidden, intermediate, 0)))
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -55,11 +52,8 @@ def fused_moe(
     """Run the best step for this device on tokens in the grouped layout. Forward only: ``backward()`` is refused.
 
     ``stacked_tokens`` (P, H) fp16 are as :func:`moe_lab.problem.layout.permute` makes them, ``experts`` fp16, the
-    ``route_weights`` (N,) fp32 in raw order, blocks of 128 rows; all tensors contiguous. Returns (P, H) fp16:
-    ``down(silu(gate(x)) * up(x)) * route weight`` in valid rows, exactly 0 in padding rows.
-
-    Raises ContractError for a type, shape, dtype, device or block size that does not fit, with what came; BackendError
-    if this machine cannot run TileLang.
+    ``route_weights`` (N,) fp32 in raw order, blocks of 128 rows; all contiguous on one device, or it is a
+    ContractError. Returns (P, H) fp16: ``down(silu(gate(x)) * up(x)) * route weight`` in valid rows, 0 in padding rows.
     """
     _check(stacked_tokens, experts, route_weights, layout)
     sources = (stacked_tokens, experts.gate_w, experts.up_w, experts.down_w, route_weights)
@@ -67,7 +61,7 @@ def fused_moe(
     if layout.num_rows:
         num_experts, intermediate, hidden = experts.gate_w.shape
         # The number of rows changes with every routing and must not cost another load.
-        entry = _entry(Case("fused_moe", num_experts, hidden, intermediate, 0))
+        entry = _entry(num_experts, hidden, intermediate)
         rows = (layout.sizes, layout.offsets, layout.padded_offsets, layout.block_map)
         integers = (torch.tensor(numbers, dtype=torch.int32, device=out.device) for numbers in rows)
         entry(*(source.detach() for source in sources), *integers, out)
@@ -125,11 +119,9 @@ class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer: router, permute, fused experts, unpermute. Forward only, weights in fp16.
 
     A token's route weights are the ``top_k`` largest of its softmax, divided by their sum. The weights are random and
-    require no gradient: copy yours into them, or load a state dict. ``device`` is torch's own default, the CPU, unless
-    given. ``backward()`` through the result, where something requires a gradient, raises a :class:`ContractError`.
-
-    Raises ContractError for a size that is no integer or too small, a top_k above E, or no device at all; BackendError
-    for a device that this machine does not have.
+    require no gradient: copy yours into them, or load a state dict. ``backward()`` through the result, where something
+    requires a gradient, raises a :class:`ContractError`, and so does a size that is no integer or too small, a top_k
+    above E or no device at all; a device that this machine does not have is a BackendError.
     """
 
     def __init__(
@@ -140,7 +132,17 @@ class MoE(torch.nn.Module):
         hidden, intermediate, num_experts, self.top_k = (_at_least_1(name, size) for name, size in given.items())
         if self.top_k > num_experts:
             raise ContractError(f"got top_k={top_k}, expected 1 to {num_experts}, the number of experts")
-        _check_device(device)
+        try:
+            known = torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError):
+            expected = "one that torch knows, such as 'cpu' or 'cuda'"
+            raise ContractError(f"got device={device!r}, expected {expected}") from None
+        try:
+            torch.empty(0, device=known)
+        # What torch raises for a device that it knows and does not have is not the same for any two of them.
+        except (RuntimeError, AssertionError):
+            found = f"got device={str(known)!r}, which this machine or its torch does not have"
+            raise BackendError(f"{found}, expected {backend.detect().torch_device!r} here") from None
 
         def weight(*shape: int) -> torch.nn.Parameter:
             values = torch.randn(shape, dtype=torch.float32, device=device) * shape[-1] ** -0.5
@@ -183,16 +185,3 @@ class MoE(torch.nn.Module):
             results = unpermute(out, source, layout, flat.shape[0], self.top_k).view(tokens.shape)
         result: torch.Tensor = _ForwardOnly.apply(results, tokens, self.router_w, self.gate_w, self.up_w, self.down_w)
         return result
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    try:
-        known = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError):
-        raise ContractError(f"got device={device!r}, expected one that torch knows, such as 'cpu' or 'cuda'") from None
-    try:
-        torch.empty(0, device=known)
-    # What torch raises for a device that it knows and does not have is not the same for any two of them.
-    except (RuntimeError, AssertionError):
-        found = f"got device={str(known)!r}, which this machine or its torch does not have"
-        raise BackendError(f"{found}, expected {backend.detect().torch_device!r} here") from None
