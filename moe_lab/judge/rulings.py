@@ -50,6 +50,6 @@ def _spelled(launch: tir.Launch) -> Iterator[str]:
         yield "tilelang.import_source"
     for name, value in launch.pass_configs.items():
         yield f"option.{name}={value}"
-    for loop in tir.loops(launch.body):
+    for loop in tir.every(launch.body, tir.Loop):
         yield f"option.num_stages={loop.num_stages}"
         yield from (f"note.{note}" for note in loop.notes)

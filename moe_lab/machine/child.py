@@ -69,6 +69,11 @@ class Child(contextlib.AbstractContextManager["Child"]):
         """End the process."""
         self.close()
 
+    @property
+    def running(self) -> bool:
+        """Whether a process has started that the last request did not end."""
+        return self._process is not None
+
     def close(self) -> None:
         """End the process and what it started, and remove its folder."""
         self._process = None

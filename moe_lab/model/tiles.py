@@ -9,6 +9,7 @@ are a lower bound: fragments spread evenly over the threads, with nothing for in
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from moe_lab.machine.devices import Device
 from moe_lab.model import tir
 from moe_lab.model.lowering import Lowering, LoweringError, lower_many
 from moe_lab.model.roofline import balanced, work
-from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, total, walk
+from moe_lab.model.tir import Branch, Launch, Loop, Node, Number, Op, Unknown, every, total
 from moe_lab.problem.contract import Case
 from moe_lab.problem.errors import DataError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -84,20 +85,18 @@ class Resources:
         return done / needed if needed and done is not None else None
 
     def weight_passes(self, *kernels: KernelResources) -> dict[str, float | None]:
-        """How often each weight is read, on average over its elements; what the caches catch counts too.
+        """How often each weight is read by some launches (all by default), on average over its elements.
 
-        Experts with no row are not read, so they are left out of the size.
-
-        Args:
-            *kernels: the launches to look at; all by default.
+        What the caches catch counts too. Experts with no row are not read, so they are left out of the size.
         """
         size_bytes = 2 * sum(map(bool, self.layout.sizes)) * self.case.hidden * self.case.intermediate
-        passes: dict[str, float | None] = {}
-        for name in ("gate_w", "up_w", "down_w"):
+
+        def passes(name: str) -> float | None:
             found = [kernel.reads_bytes[name] for kernel in kernels or self.kernels if name in kernel.reads_bytes]
             bytes_read = _sum(found)
-            passes[name] = bytes_read / size_bytes if found and bytes_read is not None and size_bytes else None
-        return passes
+            return bytes_read / size_bytes if found and bytes_read is not None and size_bytes else None
+
+        return {name: passes(name) for name in ("gate_w", "up_w", "down_w")}
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
@@ -107,17 +106,11 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = None, *, load: str = "") -> Resources:
-    """Predict what every launch of a submission asks for.
+    """Predict what every launch of a submission asks for; see :func:`moe_lab.model.tir.launches` for ``load``.
 
-    Args:
-        submission: with the literals wanted.
-        case: sizes.
-        sizes: valid rows of each expert; equal groups by default. The grid and the reads follow from them.
-        load: see :func:`moe_lab.model.tir.launches`.
-
-    Raises:
-        SubmissionError: if the file cannot be parsed or followed, or launches nothing.
-        ContractError: for sizes that do not fit the case.
+    The grid and the reads follow from ``sizes``, the valid rows of each expert: equal groups by default. Raises
+    SubmissionError if the file cannot be parsed or followed, or launches nothing, ContractError for sizes that do not
+    fit the case.
     """
     layout = GroupedLayout(tuple(sizes) if sizes is not None else balanced(case))
     work(case, layout.sizes)  # refuses sizes that do not fit
@@ -147,8 +140,7 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
         buffer = launch.buffers[place]
         reads[buffer.name] = reads.get(buffer.name, 0) + blocks * count * buffer.bits // 8
     reads_bytes = {name: known(read, f"what is read of {name}") for name, read in reads.items()}
-    branches = [node for node in tir.every(body) if isinstance(node, Branch)]
-    conditional = any(op.kind == "gemm" for op in walk(branches))
+    conditional = any(op.kind == "gemm" for op in every(list(every(body, Branch)), Op))
     return KernelResources(
         stage, grid, launch.threads, placed, shared_bytes, accumulators, fragments, flops, reads_bytes,
         tuple(unknown), conditional,
@@ -157,25 +149,24 @@ def _describe(stage: int, launch: Launch) -> KernelResources:
 
 def _registers(launch: Launch, known: Callable[[Number, str], int | None]) -> tuple[int | None, int | None]:
     """Registers of a thread that hold results of T.gemm, and all that fragments and local arrays need."""
-    places = [place for place, buffer in enumerate(launch.buffers) if buffer.scope in ("fragment", "local")]
-    sizes = [known(launch.buffers[place].size_bytes, f"the size of {launch.buffers[place].name}") for place in places]
-    if None in sizes or launch.threads < 1:
+    buffers, sizes = launch.buffers, dict[int, Any]()
+    for place, buffer in enumerate(buffers):
+        if buffer.scope in ("fragment", "local"):
+            sizes[place] = known(buffer.size_bytes, f"the size of {buffer.name}")
+    if None in sizes.values() or launch.threads < 1:
         return None, None
-    fragments: dict[int, int] = {}
-    local, used = 0, _touched(launch.body)
-    for place, size in zip(places, sizes, strict=True):
-        # A fragment is spread over the threads of the block, a local array is each thread's own.
-        if launch.buffers[place].scope == "fragment":
-            fragments[place] = math.ceil(math.ceil((size or 0) / launch.threads) / _REGISTER_BYTES)
-        elif place in used:
-            local += math.ceil((size or 0) / _REGISTER_BYTES)
-    results = {place for op in walk(launch.body) if op.kind == "gemm" for place in op.writes[:1]}
+    # A fragment is spread over the threads of the block, a local array is each thread's own.
+    spread = {place: launch.threads if buffers[place].scope == "fragment" else 1 for place in sizes}
+    sizes = {place: math.ceil(math.ceil(size / spread[place]) / _REGISTER_BYTES) for place, size in sizes.items()}
+    fragments = {place: size for place, size in sizes.items() if buffers[place].scope == "fragment"}
+    local = sum(sizes[place] for place in _touched(launch.body) & (sizes.keys() - fragments.keys()))
+    results = {place for op in every(launch.body, Op) if op.kind == "gemm" for place in op.writes[:1]}
     held = {place: size for place, size in fragments.items() if place in results}
     return _peak(launch.body, held), local + _peak(launch.body, fragments)
 
 
 def _touched(nodes: Sequence[Node]) -> set[int]:
-    return {place for op in walk(nodes) for place in (*op.reads, *op.writes)}
+    return {place for op in every(nodes, Op) for place in (*op.reads, *op.writes)}
 
 
 def _spans(nodes: Sequence[Node], places: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -203,8 +194,8 @@ def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
 def _place(launch: Launch) -> tuple[tuple[Placed, ...], Number]:
     """Places of all shared buffers and the bytes they need together."""
     copies, buffers = _copies(launch.body), launch.buffers
-    if unmodelled := _unmodelled(launch, copies):
-        return (), Unknown(unmodelled)
+    for reason in _unmodelled(launch, copies):
+        return (), Unknown(reason)
     shared = [place for place, buffer in enumerate(buffers) if buffer.scope.startswith("shared")]
     spans = _spans(_statements(launch.body), shared)  # TileLang drops what nothing uses
     sizes: dict[int, Any] = {place: buffers[place].size_bytes * copies.get(place, 1) for place in spans}
@@ -250,9 +241,9 @@ def _aligned(offset: int) -> int:
 def _copies(nodes: Sequence[Node]) -> dict[int, int]:
     """Number of copies of each buffer that a pipelined loop fills from device memory."""
     copies: dict[int, int] = {}
-    for loop in tir.loops(nodes):
+    for loop in every(nodes, Loop):
         for statement in _statements(loop.ways[0]) if (loop.num_stages or 0) > 1 else ():
-            ops = list(walk([statement]))
+            ops = list(every([statement], Op))
             if ops and all(op.pure_copy for op in ops):
                 copies |= dict.fromkeys((place for op in ops for place in op.writes), loop.num_stages or 1)
     return copies
@@ -272,24 +263,19 @@ def _statements(nodes: Sequence[Node]) -> list[Node]:
     return flat
 
 
-def _unmodelled(launch: Launch, copies: Iterable[int]) -> str:
-    """Why the shared memory of a launch cannot be predicted; empty if it can."""
+def _unmodelled(launch: Launch, copies: Iterable[int]) -> Iterator[str]:
+    """Why the shared memory of a launch cannot be predicted."""
     if launch.pass_configs.get("tl_enable_aggressive_shared_memory_merge", False):
-        return "the pass config for aggressive merging of shared memory is not modelled"
-    if any(op.kind == "reduce" for op in walk(launch.body)):
-        return "T.reduce takes shared memory of its own, which is not modelled"
-    for loop in tir.loops(launch.body):
+        yield "the pass config for aggressive merging of shared memory is not modelled"
+    if any(op.kind == "reduce" for op in every(launch.body, Op)):
+        yield "T.reduce takes shared memory of its own, which is not modelled"
+    for loop in every(launch.body, Loop):
         # A pipeline of an order of its own changes copies and lifetimes.
         if any(note.startswith("tl_pipeline") for note in loop.notes) and _touched(loop.ways[0]):
-            return f"the pipeline over {loop.name} with an explicit order is not modelled"
-    uses = list(_uses(launch.body, 0))
-    for place in copies:
-        if len({pipeline for used, pipeline in uses if used == place}) > 1:
-            return (
-                f"{launch.buffers[place].name} is multiplied by the pipeline of one loop and used in another or "
-                "outside, which TileLang refuses"
-            )
-    return ""
+            yield f"the pipeline over {loop.name} with an explicit order is not modelled"
+    pipelines = Counter(place for place, _ in set(_uses(launch.body, 0)))
+    for name in (launch.buffers[place].name for place in copies if pipelines[place] > 1):
+        yield f"{name} is multiplied by the pipeline of one loop and used in another or outside, which TileLang refuses"
 
 
 def _uses(nodes: Sequence[Node], pipeline: int) -> Iterator[tuple[int, int]]:
@@ -338,11 +324,7 @@ class Fit:
 
 
 def fit(found: Resources, device: Device) -> Fit:
-    """Hold what a submission asks for against what a device has.
-
-    Raises:
-        DataError: for a CPU, which has no such limits.
-    """
+    """Hold what a submission asks for against what a device has; raises DataError for a CPU, which has no limits."""
     if device.kind != "gpu":
         raise DataError(f"got {device.title}, expected a GPU, because a CPU has no such limits")
     return Fit(device, tuple(_fit_kernel(kernel, device) for kernel in found.kernels))
@@ -374,7 +356,6 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
 
 def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
     """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
-
     case = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
 
     def figures(part: KernelFit) -> dict[str, Any]:
@@ -402,11 +383,8 @@ def lowered_figures(submission: Submission, case: Case, device: Device) -> list[
     """What TileLang's own lowering says, in a child process that runs the submission's host code.
 
     For a card with 64 lanes sm_80 gives the shared memory and gfx90a, a stand-in and not that card, the layout
-    inference for 64 lanes; for a Hopper its own target gives both.
-
-    Returns:
-        One entry a target: "target", "stand_in" (whether the target is another card's), "error" (None or TileLang's
-        reason) and "kernels", each with name, shared_bytes, threads and grid.
+    inference for 64 lanes; for a Hopper its own target gives both. Each entry has "target", "stand_in" (whether the
+    target is another card's), "error" (None or TileLang's reason) and "kernels": name, shared_bytes, threads and grid.
     """
     targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
     targets += ["gfx90a"] if device.lanes == 64 else []

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -34,7 +34,6 @@ from moe_lab.problem.submission import Submission
 
 _TIMEOUT_S, _START_S = 10.0, 40.0  # for one file; a child that has to start first gets more
 _MEMORY_BYTES = 4 << 30  # address space that host code may take
-_KEPT = 1024  # answers
 
 
 @dataclass(frozen=True)
@@ -127,22 +126,17 @@ class Launch:
     body: tuple[Node, ...]  # what one block does
 
 
-def every(nodes: Sequence[Node]) -> Iterator[Node]:
-    """Every statement, loop and branch; what stands inside another comes before it."""
+Kind = TypeVar("Kind", Op, Loop, Branch)
+Value = TypeVar("Value")
+
+
+def every(nodes: Sequence[Node], kind: type[Kind]) -> Iterator[Kind]:
+    """Every statement, loop or branch; what stands inside another comes before it."""
     for node in nodes:
         for way in node.ways:
-            yield from every(way)
-        yield node
-
-
-def walk(nodes: Sequence[Node]) -> Iterator[Op]:
-    """Every statement, those of loops and branches included."""
-    return (node for node in every(nodes) if isinstance(node, Op))
-
-
-def loops(nodes: Sequence[Node]) -> Iterator[Loop]:
-    """Every loop, those inside another before it."""
-    return (node for node in every(nodes) if isinstance(node, Loop))
+            yield from every(way, kind)
+        if isinstance(node, kind):
+            yield node
 
 
 def total(nodes: Sequence[Node], count: Callable[[Op], Number]) -> Number:
@@ -164,19 +158,18 @@ def moved(nodes: Sequence[Node]) -> dict[int, Number]:
     def of(place: int) -> Number:
         return total(nodes, lambda op: op.moved.get(place, 0))
 
-    return {place: of(place) for place in _once(place for op in walk(nodes) for place in op.moved)}
+    return {place: of(place) for place in _once(place for op in every(nodes, Op) for place in op.moved)}
 
 
 # --- asking ----------------------------------------------------------------------------------------------------------
 
 Question = tuple[Submission, Case, GroupedLayout]
 Answer = tuple[Launch, ...]
-_ANSWER = TypeAdapter(list[Launch])
+_ANSWER = TypeAdapter(Answer)
 
 _child = Child("moe_lab.model.tir:read", environment={"TILELANG_DEFAULT_TARGET": "c"})
 atexit.register(_child.close)
 _asking = threading.Lock()
-_warm = False  # whether the child has started
 _known: dict[object, Answer | SubmissionError] = {}
 _todo: list[Question] = []  # for when nobody waits
 
@@ -184,14 +177,9 @@ _todo: list[Question] = []  # for when nobody waits
 def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load: str = "") -> Answer:
     """Everything that one call of ``run_kernel`` launches, in order.
 
-    Args:
-        submission: with the literals wanted.
-        case: sizes.
-        layout: group sizes, which host code may read.
-        load: "module:function" that makes ``run_kernel`` of a text and its path; plain execution by default.
-
-    Raises:
-        SubmissionError: for a file that cannot be parsed, fails, ends its process or does not come to an end.
+    Host code may read the group sizes of ``layout``. ``load``, a "module:function", makes ``run_kernel`` of a text and
+    its path; plain execution by default. Raises SubmissionError for a file that cannot be parsed, fails, ends its
+    process or does not come to an end.
     """
     if (found := peek(submission, case, layout, load=load)) is not None:
         return found
@@ -222,7 +210,6 @@ def _work_ahead() -> None:
 
 
 def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str) -> Answer:
-    global _warm
     if (known := peek(submission, case, layout, load=load)) is not None:
         return known
     integers = {
@@ -231,17 +218,12 @@ def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str
     }  # fmt: skip
     sizes = case.extents(layout.num_padded_rows)
     request = {"source": submission.source, "sizes": sizes, "integers": integers, "load": load}
-    timeout_s, _warm = _TIMEOUT_S if _warm else _START_S, False
     found: Answer | SubmissionError
     try:
-        found = tuple(_ANSWER.validate_python(_child.ask(request, timeout_s=timeout_s)))
-        _warm = True
+        found = _ANSWER.validate_python(_child.ask(request, timeout_s=_TIMEOUT_S if _child.running else _START_S))
     except ChildError as error:
-        _warm = not error.ending
         why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
         found = SubmissionError(f"{submission.name} cannot be followed: {why}")
-    if len(_known) >= _KEPT:
-        _known.pop(next(iter(_known)))
     _known[(submission.source_hash, case, layout, load)] = found
     if isinstance(found, SubmissionError):
         raise found
@@ -259,7 +241,7 @@ def read(
     asked = lowering.asked_for(source, sizes, integers, load=load)
     # A slice of an argument reads the argument.
     names = {tensor.untyped_storage()._cdata: name for name, tensor in asked.arguments.items()}
-    found = [each for kernel, tensors in asked.launches for each in _Walk(kernel, tensors, names).found]
+    found = tuple(each for kernel, tensors in asked.launches for each in _Walk(kernel, tensors, names).found)
     return _ANSWER.dump_python(found, mode="json")
 
 
@@ -281,7 +263,7 @@ def _operator(node: Any) -> str:
     return str(getattr(getattr(node, "op", None), "name", ""))
 
 
-def _once(values: Iterable[int]) -> tuple[int, ...]:
+def _once(values: Iterable[Value]) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(values))
 
 
@@ -329,21 +311,16 @@ class _Walk:
         for tensor, name in self.tensors.items():
             self.add(tensor, name, "global")
         body, notes, attributes = tuple(self.nodes(node)), node.block.annotations, self.kernel.function.attrs
-        calls: dict[Call, None] = {}
-
-        def note(node: Any) -> None:
-            name = _operator(node) if _kind(node) == "Call" else ""
-            if name and not name.endswith(("region", "access_ptr", "type_annotation")):
-                calls[Call(name, next((str(each.value) for each in node.args if _kind(each) == "StringImm"), ""))] = (
-                    None
-                )
-
-        self.functor.post_order_visit(node, note)
+        calls = [
+            Call(name, next((str(each.value) for each in call.args if _kind(each) == "StringImm"), ""))
+            for call in self.inside(node, "Call")
+            if (name := _operator(call)) and not name.endswith(("region", "access_ptr", "type_annotation"))
+        ]
         return Launch(
             str(attributes["global_symbol"]) if "global_symbol" in attributes else "", grid,
             math.prod(map(int, notes["tl.launch_threads"])),
             {name.lower().replace(".", "_"): value for name, value in self.kernel.pass_configs.items()},
-            str(notes.get("pragma_import_c", "")), tuple(calls), tuple(self.buffers), body,
+            str(notes.get("pragma_import_c", "")), _once(calls), tuple(self.buffers), body,
         )  # fmt: skip
 
     def add(self, buffer: Any, name: str, scope: str) -> None:
@@ -387,22 +364,26 @@ class _Walk:
             stages = int(notes["num_stages"]) if "num_stages" in notes else None
             return Loop(str(node.loop_var.name), trips, stages, tuple(map(str, notes)), (tuple(body),))
         # A loop nest over single elements is one statement.
-        ops = list(walk(body))
+        ops = list(every(body, Op))
         reads = _once(place for op in ops for place in op.reads)
         writes = _once(place for op in ops for place in op.writes)
         reading = {place: trips * count for place, count in moved(body).items()}
         pure = bool(reading) and bool(writes) and all(op.pure_copy or not op.writes for op in ops)
         return Op("other", reads, writes, reading, 0, pure)
 
-    def touched(self, node: Any) -> list[int]:
-        """Places of all buffers that an expression loads from, one for each load."""
+    def inside(self, node: Any, kind: str) -> list[Any]:
         found: list[Any] = []
-        self.functor.post_order_visit(node, lambda n: found.append(n) if _kind(n) == "BufferLoad" else None)
-        return [self.places[n.buffer] for n in found if n.buffer in self.places]
+        self.functor.post_order_visit(node, lambda each: found.append(each) if _kind(each) == kind else None)
+        return found
+
+    def loads(self, node: Any) -> list[int]:
+        """Places of all buffers that an expression loads from, one for each load."""
+        buffers = [load.buffer for load in self.inside(node, "BufferLoad")]
+        return [self.places[buffer] for buffer in buffers if buffer in self.places]
 
     def reads(self, expr: Any) -> list[Node]:
         """What an expression reads; of device memory only where every element reads it."""
-        found = [place for place in self.touched(expr) if self.elements or self.scope(place) != "global"]
+        found = [place for place in self.loads(expr) if self.elements or self.scope(place) != "global"]
         return [self.other(found)] if found else []
 
     def scope(self, place: int | None) -> str:
@@ -414,7 +395,7 @@ class _Walk:
 
     def store(self, node: Any) -> Op:
         target, value = self.places.get(node.buffer), node.value
-        loads = [place for part in (value, *node.indices) for place in self.touched(part)]
+        loads = [place for part in (value, *node.indices) for place in self.loads(part)]
         while _kind(value) == "Cast":
             value = value.value
         source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
@@ -422,18 +403,16 @@ class _Walk:
         return self.other(loads, () if target is None else (target,), pure)
 
     def call(self, call: Any) -> list[Node]:
-        regions = [arg for arg in getattr(call, "args", ()) if _operator(arg).endswith("region")]
+        regions = [arg.args for arg in getattr(call, "args", ()) if _operator(arg).endswith("region")]
         if not regions:
             return self.reads(call)
         reads, writes, moved = [], [], {}
-        for region in regions:
-            place, access = self.places.get(region.args[0].buffer), int(region.args[1])
-            if place is None:
-                continue
-            reads += [place] if access & 1 else []
-            writes += [place] if access & 2 else []
-            if access == 1 and self.scope(place) == "global":
-                moved[place] = math.prod(map(self.number, region.args[2:]))
+        for load, access, *extents in regions:
+            if (place := self.places.get(load.buffer)) is not None:
+                reads += [place] * (int(access) & 1)
+                writes += [place] * (int(access) >> 1)
+                if int(access) == 1 and self.scope(place) == "global":
+                    moved[place] = math.prod(map(self.number, extents))
         kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in _operator(call)), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
         pure = kind == "copy" and bool(moved) and all(self.scope(place).startswith("shared") for place in writes)

@@ -49,7 +49,7 @@ def test_everything_that_rules_ask_about_is_read():
     assert (launch.name, launch.grid, launch.threads) == ("kernel", (3,), 128)
     assert launch.pass_configs == {"tl_disable_warp_specialized": True}
     assert launch.source == "__device__ int twice(int x) { return 2 * x; }"
-    (loop,) = tir.loops(launch.body)
+    (loop,) = tir.every(launch.body, tir.Loop)
     assert (loop.name, loop.trips, loop.num_stages, loop.notes) == ("ko", 4, 2, ("num_stages",))
     calls = {call.name: call.text for call in launch.calls}
     assert "tl.tileop.async_copy" in calls
@@ -57,7 +57,7 @@ def test_everything_that_rules_ask_about_is_read():
     # A slice of an argument is the argument; what a kernel allocates comes after what it is given.
     names = [(buffer.name, buffer.scope) for buffer in launch.buffers]
     assert names == [("stacked_expert_tokens", "global"), ("out", "global"), ("a", "shared.dyn")]
-    (copy,) = [op for op in tir.walk(launch.body) if op.kind == "copy" and 0 in op.reads]
+    (copy,) = [op for op in tir.every(launch.body, tir.Op) if op.kind == "copy" and 0 in op.reads]
     assert (copy.writes, copy.moved, copy.pure_copy) == ((2,), {0: 64 * 64}, True)
 
 
@@ -65,10 +65,10 @@ def test_the_baseline_and_the_largest_step():
     layout = GroupedLayout((142,) * 16)
     first, second = tir.launches(step("s0"), CASES[1], layout)
     assert (first.grid, second.grid, first.threads) == ((32, 64), (32, 16), 256)
-    assert sum(op.flops for op in tir.walk(first.body) if op.kind == "gemm") == 2 * 2 * 128**3
+    assert sum(op.flops for op in tir.every(first.body, tir.Op) if op.kind == "gemm") == 2 * 2 * 128**3
     (persistent,) = tir.launches(step("h6"), CASES[1], layout)
     assert (persistent.grid, persistent.threads) == ((132,), 384)
-    assert any(isinstance(loop.trips, tir.Unknown) for loop in tir.loops(persistent.body))
+    assert any(isinstance(loop.trips, tir.Unknown) for loop in tir.every(persistent.body, tir.Loop))
 
 
 def test_each_launch_of_a_kernel_counts():
