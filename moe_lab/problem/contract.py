@@ -81,11 +81,7 @@ class Case:
                 raise ContractError(f"{found}, expected an integer of at least {least}")
 
     def extents(self, num_padded_rows: int) -> dict[str, int]:
-        """What each symbol of :data:`ARGUMENTS` stands for, given P.
-
-        >>> Case("tiny", 2, 64, 32, 5).extents(256)
-        {'E': 2, 'E+1': 3, 'H': 64, 'I': 32, 'N': 5, 'P': 256, 'P/128': 2}
-        """
+        """What each symbol of :data:`ARGUMENTS` stands for, given P."""
         return {
             "E": self.num_experts, "E+1": self.num_experts + 1, "H": self.hidden, "I": self.intermediate,
             "N": self.num_tokens, "P": num_padded_rows, "P/128": num_padded_rows // BLOCK_TOKEN,
@@ -139,7 +135,6 @@ class Variant:
 
 
 JUDGE_PROFILE = Variant()
-
 #: Every variant that the local judge reports on beside its verdict, by name.
 VARIANTS: dict[str, Variant] = {
     "padding rule ceil((n+1)/128)": Variant(padding_rule="plus_one"),

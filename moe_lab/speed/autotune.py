@@ -76,9 +76,10 @@ def tune(
         raise SubmissionError(f"got no literal with a choice in {submission.name}, expected {expected}")
     sizes, where = group_sizes("multinomial", case.num_experts, case.num_tokens), backend.detect()
     card = reported_as(where.name) if where.kind != "cpu" else None
-    _check_runs(submission, case, sizes)
     best, median_ms, source_ms = submission, 0.0, 0.0
     timed = pruned = failed = 0
+    # Before anything else is compiled, what every configuration is compared with has to run and be right.
+    _time({"source": submission}, case, sizes, 1, lambda line: None)
     for name, values in offered.items():
         rungs = {"source": submission, "best": best}
         for value in values:
@@ -92,8 +93,6 @@ def tune(
             else:
                 rungs[label] = text
         timings = _time(rungs, case, sizes, rounds, say)
-        if not {"source", "best"} <= timings.keys():
-            raise _unfit(submission, "it was right once, and then it was not")
         timed, failed = timed + len(timings) - 2, failed + len(rungs) - len(timings)
         winner = min(timings, key=lambda label: timings[label].median_ms)
         if winner in ("source", "best") or speedup(timings[winner], timings["best"]).low <= 1:
@@ -127,26 +126,26 @@ def _check_loads(submission: Submission) -> None:
         raise SubmissionError(f"{submission.name} cannot be loaded: {why}") from None
 
 
-def _check_runs(submission: Submission, case: Case, sizes: tuple[int, ...]) -> None:
-    """Refuse a source that does not compile or is wrong: it is what every configuration is compared with."""
-    said: list[str] = []
-    try:
-        if not _time({"source": submission}, case, sizes, 1, said.append):
-            raise _unfit(submission, next((line.partition("left out: ")[2] for line in said if "left out" in line), ""))
-    except SystemExit:
-        raise _unfit(submission, "run_kernel ends Python") from None
-
-
-def _unfit(submission: Submission, why: str) -> ContractError:
-    found = f"got {submission.name}, which does not run or is wrong on this machine ({why})"
-    return ContractError(f"{found}, expected a file that `moe-lab judge` accepts")
-
-
 def _time(
     rungs: dict[str, Submission], case: Case, sizes: tuple[int, ...], rounds: int, say: Callable[[str], None]
 ) -> dict[str, Timing]:
-    timed = time_case(case, sizes, 0, rungs, rounds, say, alone=True)
-    return {candidate.name: timing for candidate, timing, _ in timed}
+    """Time rungs in turns by name; raises ContractError if the source or the best is not right, with the reason."""
+    said: list[str] = []
+
+    def tell(line: str) -> None:
+        said.append(line)
+        say(line)
+
+    try:
+        timed = time_case(case, sizes, 0, rungs, rounds, tell, alone=True)
+    except SystemExit:
+        timed, said = [], ["source left out: run_kernel ends Python"]
+    timings = {candidate.name: timing for candidate, timing, _ in timed}
+    for name in {"source", "best"} & rungs.keys() - timings.keys():
+        why = next(line.partition("left out: ")[2] for line in said if f"{name} left out: " in line)
+        found = f"got {rungs['source'].name}, which does not run or is wrong on this machine ({why})"
+        raise ContractError(f"{found}, expected a file that `moe-lab judge` accepts")
+    return timings
 
 
 def tuned(submission: Submission, case: Case) -> Submission:

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +96,18 @@ def run(
     drawn = {case: _sizes(case, routing) for case in problems}
     run_id, recorded_at = new_run()
     versions = backend.versions("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
-    common: dict[str, Any] = {
-        "run": run_id, "recorded_at": recorded_at, "device": where.name, "driver": _driver(), "routing": routing,
-        "versions": " ".join(f"{name}={value.replace(' ', '_')}" for name, value in versions.items()), "seed": seed,
+    common = {
+        "run": run_id, "recorded_at": recorded_at, "driver": _driver(), "routing": routing, "seed": seed,
+        "versions": " ".join(f"{name}={value.replace(' ', '_')}" for name, value in versions.items()),
     }  # fmt: skip
     say(f"run {run_id} on {where.name}" + " (CPU: shows the harness, says nothing about a GPU)" * on_cpu)
     rows: list[Measurement] = []
     for case, sizes in drawn.items():
-        sized = common | {"case": case.name, "num_tokens": case.num_tokens, "num_experts": case.num_experts}
-        sized |= {"hidden": case.hidden, "intermediate": case.intermediate}
-        found = [
-            Measurement(
-                **sized, kind=item.kind, name=item.name, source_hash=item.source_hash, cache=timing.cache,
-                rounds=len(timing.times_ms), median_ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms,
-                flops=item.flops, bytes=item.bytes, error=error,
-            )
-            for item, timing, error in time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say)
-        ]  # fmt: skip
+        found = []
+        for item, timing, error in time_case(case, sizes, seed, rungs, rounds or (5 if on_cpu else 25), say):
+            known: dict[str, Any] = {**vars(case), **vars(timing), **vars(item), **common, "case": case.name}
+            known |= {"rounds": len(timing.times_ms), "error": error}
+            found.append(Measurement(**{column.name: known[column.name] for column in fields(Measurement)}))
         rows += found
         for line in render(found):
             say(line)
