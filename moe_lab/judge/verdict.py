@@ -74,7 +74,7 @@ class Failure(_Strict):
         text = self.what
         if self.rows:
             text += f" ({self.wrong_rows} of {self.rows} rows{f': {self.pattern}' if self.pattern else ''})"
-        if self.padded_row is not None:
+        if self.padded_row is not None and self.expected is not None:
             raw = "" if self.raw_row is None else f", raw row {self.raw_row}"
             got = "not a finite number" if self.got is None else f"{self.got:.6g}"
             text += (
