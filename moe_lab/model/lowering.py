@@ -11,7 +11,6 @@ layout inference, and no more than a stand-in. ``cpu`` shows what runs with no G
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import math
@@ -23,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +44,7 @@ TARGETS: dict[str, dict[str, str]] = {
 }
 
 _NO_TILELANG = "there is no TileLang"
+_COPY = re.compile(r"[^\s\"']*/moe_lab_\w+/submission\.py")  # a file in a folder of ours that is gone when it is named
 
 #: How TileLang refuses what only some targets have: a pattern, the thing in words, and the targets that have it. There
 #: the same refusal has another reason, so it is shown as it is.
@@ -62,14 +62,13 @@ _REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 class LoweringError(BackendError):
-    """A submission that did not lower.
+    """A submission that did not lower: the first line said instead of kernels, and all of the message.
 
     >>> LoweringError("s0", "sm_80", "InternalError: T.wgmma_gemm() requires Hopper WGMMA lowering, but ...").feature
     'matrix products of a warpgroup (WGMMA)'
     """
 
-    def __init__(self, name: str, target: str, said: str, message: str | None = None) -> None:
-        """Find the words for a refusal: the first line said instead of kernels, and all of the message."""
+    def __init__(self, name: str, target: str, said: str, message: str = "") -> None:
         self.name, self.target, self.said, self.message = name, target, said, message or said
         refused = ((re.search(pattern, said), words) for pattern, words, has in _REFUSALS if target not in has)
         #: What it uses and TileLang does not have for the target, in words; None if that is not the reason.
@@ -109,51 +108,35 @@ def lower_many(
 ) -> list[list[LoweredKernel] | LoweringError]:
     """Lower many in one child process, because starting TileLang takes longer than lowering.
 
-    Args:
-        lowerings: what to lower.
-        python: interpreter of another environment, to lower with the TileLang that is installed there.
-        timeout_s: seconds for all of them together.
-
-    Returns:
-        For each its kernels, in the order in which the host code asks for them, or the error that it ended with.
-
-    Raises:
-        BackendError: if the time is over or the child cannot start at all.
+    Each gives its kernels, in the order in which the host code asks for them, or the error that it ended with.
+    ``python`` may be the interpreter of another environment, to lower with the TileLang installed there; ``timeout_s``
+    is for all of them together. Raises BackendError if the time is over or the child cannot start at all.
     """
     results: list[list[LoweredKernel] | LoweringError] = []
     environment = {"TILELANG_DEFAULT_TARGET": None, "TILELANG_PRINT_ON_COMPILATION": "0"}
     deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as children:
-        # What a name means on a CPU stays so in its process: no other target may share it.
-        gpu, cpu_only = (
-            children.enter_context(Child(f"{__name__}:lower_here", python=str(python), environment=environment))
-            for _ in range(2)
-        )
+
+    def child() -> Child:
+        return Child(f"{__name__}:lower_here", python=str(python), environment=environment)
+
+    # What a name means on a CPU stays so in its process: no other target may share it.
+    with child() as gpu, child() as cpu_only:
         for item in lowerings:
             sizes = item.case.extents(GroupedLayout(balanced(item.case)).num_padded_rows)
             request = {"source": item.submission.source, "target": item.target, "sizes": sizes}
-            child = cpu_only if item.target == "cpu" else gpu
             try:
-                answer = child.ask(request, timeout_s=deadline - time.monotonic())
+                answer = (cpu_only if item.target == "cpu" else gpu).ask(request, timeout_s=deadline - time.monotonic())
                 results.append([LoweredKernel(**{**kernel, "grid": tuple(kernel["grid"])}) for kernel in answer])
             except ChildError as error:
                 if error.ending.startswith("no answer"):
                     raise BackendError(f"got no answer in {timeout_s:.0f} s for {len(lowerings)} lowerings") from None
                 if "No module named" in error.message and (error.ending or str(error).startswith(_NO_TILELANG)):
                     raise BackendError(f"{python} cannot lower: {error}") from None
-                results.append(_lowering_error(item, error))
+                name = item.submission.name
+                ended = f"the compiler's process ended: {error.ending}" if error.ending else ""
+                texts = (ended or str(error), "\n".join(filter(None, [ended, error.message])))
+                results.append(LoweringError(name, item.target, *(name.join(_COPY.split(text)) for text in texts)))
     return results
-
-
-def _lowering_error(item: Lowering, error: ChildError) -> LoweringError:
-    name = item.submission.name
-    ended = f"the compiler's process ended: {error.ending}" if error.ending else ""
-    # The file lay in a folder of ours that nobody can look at any more.
-    said, message = (
-        re.sub(r"[^\s\"']*/moe_lab_\w+/submission\.py", lambda found: name, text)
-        for text in (ended or str(error), "\n".join(filter(None, [ended, error.message])))
-    )
-    return LoweringError(name, item.target, said, message)
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
@@ -176,36 +159,37 @@ def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict
         asked = asked_for(source, sizes, {}, on_gpu=target != "cpu")
     if not asked.kernels:
         raise BackendError("it launches no kernel")
-    lowered: list[LoweredKernel] = []
+    lowered: list[dict[str, Any]] = []
     for kernel in asked.kernels:
         config = {key: value for key, value in kernel.pass_configs.items() if key in known}
         with tvm.transform.PassContext(opt_level=3, config=config), where:
             artifact = tilelang.lower(kernel.function, target=where)
         lowered += [_describe(each, artifact.kernel_source) for each in artifact.device_mod.functions.values()]
-    return [asdict(kernel) for kernel in lowered]
+    return lowered
 
 
-def _describe(function: Any, source: str) -> LoweredKernel:
-    from tilelang import tvm
+def _describe(function: Any, source: str) -> dict[str, Any]:
+    """The fields of a LoweredKernel."""
+    from tvm import DataType, tirx
 
-    attributes = function.attrs
-    extents = attributes["thread_extent"].items() if "thread_extent" in attributes else ()  # code for a CPU has none
+    attributes = dict(function.attrs)
+    extents = attributes.get("thread_extent", {}).items()  # code for a CPU has none
     extent = {str(axis): int(getattr(size, "value", -1)) for axis, size in extents}
-    sizes: Counter[str] = Counter()  # bytes
+    blocks, threads = ([extent.get(f"{kind}Idx.{axis}", 1) for axis in "xyz"] for kind in ("block", "thread"))
+    sizes: Counter[str] = Counter()  # bytes by scope
 
     def count(node: Any) -> None:
         if type(node).__name__ == "AllocBuffer":
-            dtype, scope = tvm.DataType(node.buffer.dtype), node.buffer.scope()
-            size = (dtype.bits * dtype.lanes + 7) // 8 * math.prod(map(int, node.buffer.shape))
-            sizes["local" if scope.startswith("local") else scope] += size
+            dtype, scope = DataType(node.buffer.dtype), node.buffer.scope()
+            size_bytes = (dtype.bits * dtype.lanes + 7) // 8 * math.prod(map(int, node.buffer.shape))
+            sizes["local" if scope.startswith("local") else scope] += size_bytes
 
-    importlib.import_module("tvm.tirx").stmt_functor.post_order_visit(function.body, count)
-    dynamic = int(attributes["dyn_shared_memory_buf"]) if "dyn_shared_memory_buf" in attributes else 0
-    blocks, threads = ([extent.get(f"{kind}Idx.{axis}", 1) for axis in "xyz"] for kind in ("block", "thread"))
-    return LoweredKernel(
-        str(attributes["global_symbol"]), dynamic + sizes["shared"], math.prod(threads),
-        (blocks[0], blocks[1], blocks[2]), sizes["local"], source,
-    )  # fmt: skip
+    tirx.stmt_functor.post_order_visit(function.body, count)
+    shared_bytes = int(attributes.get("dyn_shared_memory_buf", 0)) + sizes["shared"]
+    return {
+        "name": str(attributes["global_symbol"]), "shared_bytes": shared_bytes, "threads": math.prod(threads),
+        "grid": blocks, "local_bytes": sizes["local"], "source": source,
+    }  # fmt: skip
 
 
 @dataclass
@@ -230,15 +214,10 @@ def asked_for(
 ) -> Asked:
     """Call ``run_kernel`` once and note each kernel and each launch; nothing is lowered, compiled or run.
 
-    Args:
-        source: of the submission.
-        sizes: what the symbols of :data:`moe_lab.problem.contract.ARGUMENTS` stand for.
-        integers: contents of the index arrays by name, for host code that reads them; zeros where missing.
-        on_gpu: what the tensors answer to ``is_cuda``: host code may keep another kernel for a machine with no GPU.
-        load: "module:function" that makes ``run_kernel`` of a text and its path; plain execution by default.
-
-    Raises:
-        SubmissionError: for a file without ``run_kernel``.
+    ``sizes`` are what the symbols of :data:`moe_lab.problem.contract.ARGUMENTS` stand for, ``integers`` the contents of
+    index arrays by name (zeros where missing). The tensors answer ``on_gpu`` to ``is_cuda``: host code may keep another
+    kernel for a machine with no GPU. ``load``, a "module:function", makes ``run_kernel`` of a text and its path; plain
+    execution by default. Raises SubmissionError for a file without ``run_kernel``.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -249,10 +228,8 @@ def asked_for(
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
                 return on_gpu
-            kwargs = dict(kwargs or {})
-            if str(kwargs.get("device", "")).startswith("cuda"):
-                kwargs["device"] = "meta"
-            return func(*args, **kwargs)
+            named = str((kwargs or {}).get("device", ""))
+            return func(*args, **(kwargs or {}) | ({"device": "meta"} if named.startswith("cuda") else {}))
 
     asked = Asked({})
     for argument in ARGUMENTS:
@@ -275,9 +252,7 @@ def asked_for(
     return asked
 
 
-def _note(
-    asked: Asked, func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, **other: Any
-) -> Callable[..., Any]:
+def _note(asked: Asked, func: Any, out_idx: Any = None, *args: Any, pass_configs: Any = None, **other: Any) -> Any:
     """Note a kernel, and make what notes its launches."""
     import torch
 
