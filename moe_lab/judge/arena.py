@@ -1,8 +1,7 @@
 """Memory for the ten arguments of a call, each between two guard bands, that the judge and the worker share.
 
-The judge writes the inputs, the worker calls the submission on them, and afterwards the judge itself looks at every
-byte: what changed outside ``out`` was edited, whatever the worker says about it. On a CPU both map one file without a
-name, so nothing can be left behind. A GPU's memory belongs to the worker, and the judge maps it (CUDA's inter-process
+Afterwards the judge itself looks at every byte: what changed outside ``out`` was edited, whatever the worker says. On a
+CPU both map one file without a name. A GPU's memory belongs to the worker, and the judge maps it (CUDA's inter-process
 memory); where a driver cannot do that, the worker copies it to and from the file around each call.
 """
 
@@ -11,19 +10,20 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lab.problem.contract import ARGUMENTS, BLOCK_TOKEN
 
+if TYPE_CHECKING:  # the worker makes no inputs
+    from moe_lab.problem.inputs import Inputs
+
 _PAGE = 4096
 _GUARD_SEED = 20261129
-#: The arguments that have one slab for each expert.
-_WEIGHTS = ("gate_w", "up_w", "down_w")
 #: Bytes that are compared at a time: a comparison takes as much memory again.
 _STRIDE = 1 << 26
 #: A shared storage as torch describes it to another process: where it holds bytes.
@@ -54,39 +54,36 @@ class Arena:
     """The judge's side of the memory of one set of shapes.
 
     Args:
-        tensors: the ten arguments by name; only shapes and dtypes matter here.
-        experts: the experts whose weights are written and looked at; None for all. The other slabs of the sparse
-            file are never touched, so they read as zeros and cost no memory.
+        inputs: only shapes and dtypes matter here.
+        sparse: write and look at the weights of experts with rows alone. The other slabs of the sparse file are never
+            touched, so they read as zeros and cost no memory.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], experts: Iterable[int] | None = None) -> None:
-        self._experts = None if experts is None else tuple(experts)
+    def __init__(self, inputs: Inputs, *, sparse: bool = False) -> None:
+        self._experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size] if sparse else None
         # A kernel that runs one block too far must land in the guard, not in another argument.
-        block = _pages(BLOCK_TOKEN * tensors["out"].shape[1] * tensors["out"].element_size())
+        block = _pages(BLOCK_TOKEN * inputs.out.shape[1] * inputs.out.element_size())
         generator = torch.Generator().manual_seed(_GUARD_SEED)
         self._guards: list[tuple[str, int, torch.Tensor]] = []
-        self.places: dict[str, tuple[int, tuple[int, ...], str]] = {}  # first byte, shape and dtype
+        self._places: dict[str, tuple[int, tuple[int, ...], str]] = {}  # first byte, shape and dtype
         end = 0
-        for name in (argument.name for argument in ARGUMENTS):
-            tensor, wide = tensors[name], name == "out"
+        for argument, tensor in zip(ARGUMENTS, inputs.args, strict=True):
+            wide = argument.name == "out"
             start = end + (block if wide else _PAGE)
-            self.places[name] = (start, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             stop = start + tensor.nbytes
+            self._places[argument.name] = start, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             sides = ("before out", end, start), ("after out", stop, stop + block if wide else _pages(stop))
             for side, first, end in sides:
                 # Never a zero: that is what a kernel writes into padding.
                 pattern = torch.randint(1, 255, (end - first,), dtype=torch.uint8, generator=generator)
-                self._guards.append((side if wide else f"beside {name}", first, pattern))
-        self.size_bytes = _pages(end)
-        self._file = os.memfd_create("arena")
-        os.ftruncate(self._file, self.size_bytes)
-        self.buffer = map_file(self._file, self.size_bytes)  # (size_bytes,) uint8, the judge's mapping
+                self._guards.append((side if wide else f"beside {argument.name}", first, pattern))
+        self._file, size_bytes = os.memfd_create("arena"), _pages(end)
+        os.ftruncate(self._file, size_bytes)
+        path, places = f"/proc/{os.getpid()}/fd/{self._file}", list(self._places.values())
+        #: What the worker needs to see the same tensors.
+        self.shared: dict[str, Any] = {"path": path, "size_bytes": size_bytes, "places": places}
+        self.buffer = map_file(path, size_bytes)  # (size_bytes,) uint8, the judge's mapping
         self._written: list[tuple[str, int, torch.Tensor]] = []
-
-    def describe(self) -> dict[str, Any]:
-        """What the worker needs to see the same tensors."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"path": path, "size_bytes": self.size_bytes, "places": list(self.places.values())}
 
     def attach(self, handle: list[Any] | None) -> None:
         """Use memory of the worker instead of the file, as :func:`share` gave it there; None leaves the file."""
@@ -96,15 +93,16 @@ class Arena:
             storage = torch.UntypedStorage._new_shared_cuda(*values)
             self.buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, inputs: Inputs) -> None:
         """Put the arguments of the next call in place; they must not be written to before :meth:`read`."""
         self._written = []
-        for name, (start, _, _) in self.places.items():
-            used = self._experts if name in _WEIGHTS else None
-            slabs = [(0, tensors[name])] if used is None else [(expert, tensors[name][expert]) for expert in used]
-            for expert, slab in slabs:
-                flat = slab.contiguous().view(-1).view(torch.uint8)
-                self._written.append((name, start + expert * flat.numel(), flat))
+        for name, (start, _, _) in self._places.items():
+            whole: torch.Tensor = getattr(inputs, name)
+            # Only weights have three dimensions: one slab for each expert.
+            by_expert = self._experts is not None and whole.dim() == 3
+            for index in self._experts or () if by_expert else (0,):
+                flat = (whole[index] if by_expert else whole).contiguous().view(-1).view(torch.uint8)
+                self._written.append((name, start + index * flat.numel(), flat))
         self._written += self._guards
         for _, start, data in self._written:
             self.buffer[start : start + data.numel()].copy_(data)
@@ -113,20 +111,16 @@ class Arena:
 
     def read(self) -> tuple[torch.Tensor, list[Edit]]:
         """A copy of ``out`` where the tensor was that was written, and everything else that has changed."""
-        edits = []
-        out = torch.empty(0)
+        out, edits = torch.empty(0), []
         for where, start, data in self._written:
             now = self.buffer[start : start + data.numel()]
+            place, shape, name = self._places.get(where, (start, (), "uint8"))
+            dtype: torch.dtype = getattr(torch, name)
             if where == "out":
-                _, shape, dtype = self.places["out"]
-                out = now.to(data.device, copy=True).view(getattr(torch, dtype)).view(shape)
+                out = now.to(data.device, copy=True).view(dtype).view(shape)
             elif changed := _changed(now, data):
                 first, last, count = changed
-                if where in self.places:
-                    place, _, dtype = self.places[where]
-                    first = (start - place + first) // getattr(torch, dtype).itemsize
-                elif where.startswith("before"):
-                    first = data.numel() - 1 - last
+                first = data.numel() - 1 - last if where == "before out" else (start - place + first) // dtype.itemsize
                 edits.append(Edit(where, first, count))
         return out, edits
 
@@ -143,12 +137,10 @@ def tensors_in(buffer: torch.Tensor, places: Iterable[tuple[int, tuple[int, ...]
         yield buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
-def map_file(file: int | str, size_bytes: int) -> torch.Tensor:
-    """Map a file, given as a descriptor or a path: (size_bytes,) uint8, which keeps the mapping alive."""
-    if isinstance(file, int):
-        return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
-    with Path(file).open("r+b") as opened:
-        return map_file(opened.fileno(), size_bytes)
+def map_file(path: str, size_bytes: int) -> torch.Tensor:
+    """Map a file: (size_bytes,) uint8, which keeps the mapping alive."""
+    with Path(path).open("r+b") as opened:
+        return torch.frombuffer(mmap.mmap(opened.fileno(), size_bytes), dtype=torch.uint8)
 
 
 def share(buffer: torch.Tensor) -> list[Any] | None:

@@ -46,23 +46,10 @@ def new_report(group: Group) -> CaseReport:
     )  # fmt: skip
 
 
-def check_group(
-    session: Session, group: Group, report: CaseReport, *, stop_at_first: bool, must_launch: bool
-) -> Problem | None:
-    """Make the calls of a group and check each.
+def check_group(session: Session, group: Group, report: CaseReport) -> Problem | None:
+    """Make the calls of a group and check each; the first problem, or None.
 
-    Args:
-        session: with the submission loaded.
-        group: what to call.
-        report: filled in as far as the group comes.
-        stop_at_first: no further calls after a wrong one.
-        must_launch: whether every answer needs a TileLang kernel.
-
-    Returns:
-        The first problem, or None.
-
-    Raises:
-        Stopped: if the submission cannot go on.
+    The report is filled in as far as the group comes. Raises :class:`Stopped` if the submission cannot go on.
     """
     start = time.monotonic()
     history: list[Made] = []
@@ -72,13 +59,13 @@ def check_group(
         _record(report, made)
         report.seconds = round(time.monotonic() - start, 3)
         problem = problem or _call_problem(group, history)
-        if problem and stop_at_first:
+        if problem and session.plan.stop_at_first:
             break
         # Contest cases are gigabytes; only the state of small ones is worth keeping.
         if group.on_device or group.sparse:
             del history[:-1]
+    problem = problem or _history_problem(group, history, must_launch=session.plan.sandboxed)
     report.repeat = _spread(history)
-    problem = problem or _history_problem(group, history, must_launch)
     report.failure = problem.failure if problem else None
     report.passed = problem is None
     return problem
@@ -87,8 +74,8 @@ def check_group(
 def _record(report: CaseReport, made: Made) -> None:
     report.calls += 1
     for field in ("max_abs_error", "judge_ratio", "row_error", "strict_ratio"):
-        value, worst = getattr(made.comparison, field), getattr(report, field)
-        setattr(report, field, None if value is None or worst is None else max(value, worst))
+        both = getattr(made.comparison, field), getattr(report, field)
+        setattr(report, field, None if None in both else max(both))
     if made.comparison.padding_rows.numel():
         report.padding = f"{made.comparison.padding_rows.numel()} rows not zero"
     for edit in made.edits:
@@ -102,17 +89,16 @@ def _call_problem(group: Group, history: Sequence[Made]) -> Problem | None:
     made = history[-1]
     if made.edits or made.returned is not None:
         what = f"run_kernel returned a {made.returned}, expected None: the result goes into out"
-        what = "; ".join(map(str, made.edits)) or what
-        return Problem(Verdict.CONTRACT_ERROR, group, Failure(call=made.number, what=what), made)
+        failure = Failure(call=made.number, what="; ".join(map(str, made.edits)) or what)
+        return Problem(Verdict.CONTRACT_ERROR, group, failure, made)
     if made.comparison.passed:
         return None
     failure = first_failure(made.inputs, made.out, made.truth, made.comparison, made.number)
-    failure.pattern = diagnose.pattern_of(made)
-    failure.cause = diagnose.cause_of(history)
+    failure.pattern, failure.cause = diagnose.pattern_of(made), diagnose.cause_of(history)
     return Problem(Verdict.WRONG_ANSWER, group, failure, made)
 
 
-def _history_problem(group: Group, history: Sequence[Made], must_launch: bool) -> Problem | None:
+def _history_problem(group: Group, history: Sequence[Made], *, must_launch: bool) -> Problem | None:
     """What only shows over several calls: answers without a launch, replays of a repeated input, threads left."""
     usual = max(made.launches for made in history)
     repeats = [made.seconds for made in history if made.call.change == "nothing"]
@@ -123,27 +109,24 @@ def _history_problem(group: Group, history: Sequence[Made], must_launch: bool) -
     enough = len(fresh) >= _REPLAY_FRESH and len(repeats) >= _REPLAY_REPEATS
     replayed = enough and fresh_s > max(_REPLAY_LEAST_S, _REPLAY_FACTOR * median(repeats))
     for made in history:
-        repeated, threads = made.call.change == "nothing", made.threads - history[0].threads_before
+        repeated, what = made.call.change == "nothing", ""
         if made.launches == 0 and must_launch:
-            what = "answered without launching a TileLang kernel" + (
-                ": the answer to a repeated input was kept and copied, which the contest forbids"
-                if repeated
-                else ", expected the work to be done by kernels: torch is for shapes and buffers"
-            )
+            kept = ": the answer to a repeated input was kept and copied, which the contest forbids"
+            fresh_too = ", expected the work to be done by kernels: torch is for shapes and buffers"
+            what = f"answered without launching a TileLang kernel{kept if repeated else fresh_too}"
         elif repeated and (replayed or made.launches < usual):
             what = (
                 f"answered a repeated input with {made.launches} kernel launches in {1e3 * made.seconds:.1f} ms, new "
                 f"inputs take {usual} and at least {1e3 * fresh_s:.1f} ms: results are kept and replayed, which the "
                 "contest forbids"
             )
-        elif threads > 0:
+        elif made.threads > 0:
             what = (
-                f"left {threads} thread(s) running after the call, expected none: work that goes on after run_kernel "
-                "returns is not timed"
+                f"left {made.threads} thread(s) running after the call, expected none: work that goes on after "
+                "run_kernel returns is not timed"
             )
-        else:
-            continue
-        return Problem(Verdict.RULE_VIOLATION, group, Failure(call=made.number, what=what), made)
+        if what:
+            return Problem(Verdict.RULE_VIOLATION, group, Failure(call=made.number, what=what), made)
     return None
 
 

@@ -172,9 +172,9 @@ def _copied(history: Sequence[Made], kept: Sequence[Made], rows: torch.Tensor) -
     for old in reversed(earlier):
         # The whole of out as an earlier call left it, padding included, which no wrong kernel hits by chance.
         same = old.out.shape == now.out.shape and torch.equal(old.out, now.out)
-        if same and bool(now.out.any()) and not torch.equal(now.out, now.out_before):
+        if same and bool(now.out.any()) and not torch.equal(now.out, now.inputs.out):
             yield Mistake(again.format(old.number + 1, ""), old.out[storage[rows]].float(), same=0)
-    before = now.out_before[storage[rows]].float()
+    before = now.inputs.out[storage[rows]].float()
     yield Mistake("not written, out still holds what it held before the call", before, same=0)
     yield Mistake("zero where a value is expected", torch.zeros_like(truth))
     found = now.out[storage[now.comparison.wrong_rows]].float().unique()
@@ -300,7 +300,7 @@ def _answers(
     answer = product(h, "down_w", inputs, source, stage_2)
     answer *= (inputs.routed_expert_weights if factor is None else factor)[source, None].float()
     answer[unknown] = torch.inf
-    return torch.where(raw[:, None] < 0, made.out_before[storage].float(), answer)
+    return torch.where(raw[:, None] < 0, made.inputs.out[storage].float(), answer)
 
 
 def _experts(inputs: Inputs, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -332,7 +332,7 @@ def _at(values: torch.Tensor, index: torch.Tensor, outside: float) -> torch.Tens
 def _padding_cause(made: Made) -> str:
     """Why padding rows of ``out`` are not zero."""
     inputs, rows = made.inputs, made.comparison.padding_rows
-    held, now = made.out_before[rows], made.out[rows]
+    held, now = made.inputs.out[rows], made.out[rows]
     if bool(((now == held) | (now.isnan() & held.isnan())).all()):
         return "padding rows of out are left unwritten: right only where out arrives zeroed"
     if bool(now.isnan().any()):

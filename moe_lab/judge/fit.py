@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,8 +22,6 @@ _STAND_IN = "sm_80"
 _TIMEOUT_S = 120.0
 _SAID_CHARS = 240
 
-_Cases = defaultdict[str, list[str]]
-
 
 @dataclass(frozen=True)
 class FitResult:
@@ -39,44 +38,38 @@ def c500_fit(submission: Submission) -> FitResult:
     """Lower every contest case and hold it against the C500's limits.
 
     The submission's host code runs in a child process, outside the sandbox: call this for files that passed the rules.
-
-    Args:
-        submission: what to lower.
     """
-    alike = _alike(submission)
-    rulings_unknown: tuple[str, ...] = ()
+    alike, unknown = _alike(submission), list[str]()
+    ruled: tuple[tuple[str, str], ...] = ()
     try:
         ruled = rulings(submission)
     except MoeLabError as error:
-        ruled, rulings_unknown = (), (f"the organisers' rulings about kernels, because {error}",)
+        unknown.append(f"the organisers' rulings about kernels, because {error}")
     try:
         asked = [Lowering(submission, cases[0], _STAND_IN) for cases, _ in alike]
         answers = lower_many(asked, timeout_s=_TIMEOUT_S)
     except MoeLabError as error:
-        return FitResult(unknown=(*rulings_unknown, f"resources on a C500: {error}"), rulings=ruled)
+        return FitResult(unknown=(*unknown, f"resources on a C500: {error}"), rulings=ruled)
     # What is equal for several cases is said once: from the words to the names of the cases.
-    lines, problems, unknown = _Cases(list), _Cases(list), _Cases(list)
+    lines, problems, reasons = (defaultdict[str, list[str]](list) for _ in range(3))
     messages: dict[str, None] = {}
     for (cases, registers), answer in zip(alike, answers, strict=True):
         names = [case.name for case in cases]
         if isinstance(answer, LoweringError):
-            unknown[_why(answer)] += names
+            reasons[_why(answer)] += names
             messages[answer.message] = None
             continue
-        parts = []
-        for number, kernel in enumerate(answer):
-            held = registers[number] if len(registers) == len(answer) else None
-            parts.append(f"launch {number + 1} {_sentence(kernel, held)}")
+        held = registers if len(registers) == len(answer) else [None] * len(answer)
+        launches = list(enumerate(zip(answer, held, strict=True), 1))
+        lines["; ".join(f"launch {number} {_sentence(*launch)}" for number, launch in launches)] += names
+        for number, (kernel, _) in launches:
             for reason in _reasons(kernel):
-                problems[f"launch {number + 1}: {reason}"] += names
-        lines["; ".join(parts)] += names
+                problems[f"launch {number}: {reason}"] += names
+    unknown += [f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in reasons.items()]
     return FitResult(
         tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in lines.items()),
         tuple(f"{', '.join(names)}, {text}" for text, names in problems.items()),
-        (
-            *rulings_unknown,
-            *(f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in unknown.items()),
-        ),
+        tuple(unknown),
         tuple(messages),
         ruled,
     )
@@ -89,25 +82,26 @@ def _alike(submission: Submission) -> list[tuple[list[Case], list[int | None]]]:
     """
     groups: dict[object, tuple[list[Case], list[int | None]]] = {}
     for case in CASES.values():
-        try:
+        key: object = case
+        registers: list[int | None] = []
+        with contextlib.suppress(MoeLabError):
             found = tiles.resources(submission, case)
-        except MoeLabError:
-            groups[case] = ([case], [])
-            continue
-        figures = tuple((kernel.shared_bytes, kernel.threads, kernel.fragment_registers) for kernel in found.kernels)
-        known = not found.unknown and all(None not in figure for figure in figures)
-        cases, _ = groups.setdefault(figures if known else case, ([], [registers for _, _, registers in figures]))
-        cases.append(case)
+            figures = tuple(
+                (kernel.shared_bytes, kernel.threads, kernel.fragment_registers) for kernel in found.kernels
+            )
+            registers = [figure[2] for figure in figures]
+            if not (found.unknown or any(None in figure for figure in figures)):
+                key = figures
+        groups.setdefault(key, ([], registers))[0].append(case)
     return list(groups.values())
 
 
 def _why(error: LoweringError) -> str:
     """Why a case could not be lowered, for people."""
-    target = f"{error.target}, the stand-in for the C500"
     if error.feature:
-        return f"{error.name} uses {error.feature}, which TileLang does not have for {target}"
+        return f"{error}, the stand-in for the C500"
     said = textwrap.shorten(error.said, _SAID_CHARS, placeholder=" ... (the JSON report holds all of it)")
-    return f"{error.name} cannot be lowered for {target}: {said}"
+    return f"{error.name} cannot be lowered for {error.target}, the stand-in for the C500: {said}"
 
 
 def _reasons(kernel: LoweredKernel) -> Iterator[str]:
@@ -118,9 +112,8 @@ def _reasons(kernel: LoweredKernel) -> Iterator[str]:
             f"needs {kernel.shared_bytes} bytes of shared memory, a block of the {c500.title} has "
             f"{c500.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
         )
-    most = c500.threads_per_block
-    if kernel.threads > most:
-        yield f"has {kernel.threads} threads a block, the {c500.title} takes {most}"
+    if kernel.threads > c500.threads_per_block:
+        yield f"has {kernel.threads} threads a block, the {c500.title} takes {c500.threads_per_block}"
 
 
 def _sentence(kernel: LoweredKernel, registers: int | None) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -20,13 +20,14 @@ from moe_lab.judge.checks import Problem, check_group, new_report
 from moe_lab.judge.compare import error_map
 from moe_lab.judge.fit import FitResult, c500_fit
 from moe_lab.judge.plan import Group, Plan, default_plan, variant_groups
+from moe_lab.judge.process import Progress, Stopped
 from moe_lab.judge.score import score
-from moe_lab.judge.session import Made, Progress, Session, Stopped
+from moe_lab.judge.session import Made, Session
 from moe_lab.judge.verdict import FindingReport, Report, SubmissionReport, TimingReport, VariantReport, Verdict
 from moe_lab.machine import backend, devices
 from moe_lab.machine.timing import summarise
 from moe_lab.model.roofline import bound, work
-from moe_lab.problem.contract import CASES
+from moe_lab.problem.contract import CASES, Profile
 from moe_lab.problem.errors import DataError, MoeLabError, SubmissionError
 from moe_lab.problem.submission import Submission
 
@@ -46,25 +47,19 @@ _EXPERIMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def judge(
-    submission: Submission | str | os.PathLike[str],
-    *,
-    profile: rules.Profile = "contest",
-    seed: int | None = None,
-    progress: Progress | None = None,
-    plan: Plan | None = None,
-) -> Report:
-    """Judge one submission.
+    submission: Submission | str | os.PathLike[str], *, profile: Profile = "contest", seed: int | None = None,
+    progress: Progress | None = None, plan: Plan | None = None,
+) -> Report:  # fmt: skip
+    """Judge a :class:`~moe_lab.problem.submission.Submission` or the file at a path.
+
+    A failure of the judge itself is the verdict ``judge_error``, never a pass and never an exception.
 
     Args:
-        submission: a :class:`~moe_lab.problem.submission.Submission` or the path of a file.
         profile: "contest" applies every rule and the C500's limits; "open" turns the contest's rulings and the C500's
             limits into advice, for kernels written for other cards.
         seed: replays a run; fresh by default and recorded in the report.
         progress: called with one line of text whenever something starts.
         plan: which calls to make; by default :func:`moe_lab.judge.plan.default_plan`.
-
-    Returns:
-        The report. A failure of the judge itself is the verdict ``judge_error``, never a pass and never an exception.
     """
     say = progress or (lambda text: None)
     name = submission.name if isinstance(submission, Submission) else Path(submission).name
@@ -153,29 +148,28 @@ class _Run:
     def judge(self) -> None:
         """Rules, calls and what the kernels need, then what never changes the verdict."""
         plan, report = self._plan, self._report
-        self._check_rules()
-        variants = variant_groups(report.seed) if plan.variants else ()
-        # A file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
-        processes = processes_for(self._device) if plan.sandboxed else 0
-        # The first group is called at once.
-        with self._beside, Ahead(
-            self._submission, (*plan.groups[1:], *variants), plan.limits, sandboxed=plan.sandboxed,
-            device=self._device, processes=processes,
-        ) as ahead:  # fmt: skip
-            self._make_calls(ahead)
-            if plan.fit:
-                self._check_fit()
-            self._say_what_is_missing()
-            if variants:
-                self._try_variants(variants)
-
-    def _check_rules(self) -> None:
         self._say("checking the rules")
         self._find(
             FindingReport(**asdict(found))
-            for found in rules.check(self._submission, self._report.profile)
-            if self._plan.sandboxed or rules.RULES[found.rule_id].kind == "contract"
+            for found in rules.check(self._submission, report.profile)
+            if plan.sandboxed or rules.RULES[found.rule_id].kind == "contract"
         )
+        variants = variant_groups(report.seed) if plan.variants else ()
+        # The first group is called at once.
+        to_come = replace(plan, groups=(*plan.groups[1:], *variants))
+        # A file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
+        processes = processes_for(self._device) if plan.sandboxed else 0
+        with self._beside, Ahead(self._submission, to_come, self._device, processes) as ahead:
+            self._make_calls(ahead)
+            if plan.fit:
+                self._check_fit()
+            if self._device == "cpu":
+                report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
+            if self._machine.kind == "maca" and len(report.timing) == len(CASES):
+                report.score = score([row.median_ms for row in report.timing]).points
+            else:
+                report.not_measured.append("contest score (only from times on a C500)")
+            self._try_variants(variants)
 
     def _find(self, findings: Iterable[FindingReport]) -> None:
         """Note findings; a violation among them ends the run."""
@@ -195,30 +189,26 @@ class _Run:
         message = f"{what}. {rules.RULES[rule_id].sentence}"
         self._find([FindingReport(rule_id=rule_id, level=level, message=message)])
 
-    def _session(self, groups: tuple[Group, ...]) -> Session:
-        return Session(
-            self._submission, groups, self._plan.limits, sandboxed=self._plan.sandboxed, say=self._say,
-            device=self._device,
-        )  # fmt: skip
+    def _session(self, *groups: Group) -> Session:
+        return Session(self._submission, replace(self._plan, groups=groups), self._device, self._say)
 
     def _make_calls(self, ahead: Ahead) -> None:
         """All calls of the verdict."""
         plan, report, problem = self._plan, self._report, None
-        session = self._session(plan.groups)
+        session = self._session(*plan.groups)
         try:
             with session:
                 for group in plan.groups:
                     if group.sparse or group.on_device:
                         # The contest's shapes take longest: a wrong file they would only tell the same again, and a
-                        # file that got this far will be asked for its limits.
+                        # file that got this far will be asked for its limits, in a process beside the calls.
                         if problem:
                             continue
-                        self._start_fit()
+                        if plan.fit and self._fit is None:
+                            self._fit = self._beside.submit(c500_fit, self._submission)
                     ahead.wait(group, self._say)
                     report.cases.append(new_report(group))
-                    found = check_group(
-                        session, group, report.cases[-1], stop_at_first=plan.stop_at_first, must_launch=plan.sandboxed
-                    )
+                    found = check_group(session, group, report.cases[-1])
                     problem = problem or found
                     if problem and plan.stop_at_first:
                         break
@@ -227,7 +217,7 @@ class _Run:
             if problem is None:
                 raise
         finally:
-            report.log = session.log
+            report.log = session.worker.log
             report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
         if problem:
             self._explain(problem)
@@ -240,24 +230,16 @@ class _Run:
                 too_fast = impossible(group, min(session.times_ms[group.name][0]), report.device)
                 if too_fast:
                     raise Stopped(Verdict.JUDGE_ERROR, too_fast)
-        if session.strangers:
+        if strangers := session.worker.strangers:
             raise Stopped(
                 Verdict.RULE_VIOLATION,
-                f"left {len(session.strangers)} process(es) of its own running "
-                f"({', '.join(sorted(set(session.strangers)))}), expected none: a submission computes in run_kernel "
-                "and nowhere else",
+                f"left {len(strangers)} process(es) of its own running ({', '.join(sorted(set(strangers)))}), expected "
+                "none: a submission computes in run_kernel and nowhere else",
             )
-
-    def _start_fit(self) -> None:
-        """Lower the contest's cases in a process beside the calls."""
-        if self._plan.fit and self._fit is None:
-            self._fit = self._beside.submit(c500_fit, self._submission)
 
     def _check_fit(self) -> None:
         self._say("lowering the contest's cases")
-        self._start_fit()
-        assert self._fit is not None
-        fit, report = self._fit.result(), self._report
+        fit, report = self._fit.result() if self._fit else c500_fit(self._submission), self._report
         report.not_measured += fit.unknown
         report.compiler_messages = list(fit.messages)
         report.fit = list(fit.lines)
@@ -270,42 +252,26 @@ class _Run:
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
         report.fit += [f"does not fit: {problem}" for problem in fit.problems]
 
-    def _say_what_is_missing(self) -> None:
-        report = self._report
-        if self._device == "cpu":
-            report.not_measured += ["speed (no GPU)", "the contest's full number of rows"]
-        if self._machine.kind == "maca" and len(report.timing) == len(CASES):
-            report.score = score([row.median_ms for row in report.timing]).points
-        else:
-            report.not_measured.append("contest score (only from times on a C500)")
-
     def _try_variants(self, groups: tuple[Group, ...]) -> None:
         """The open questions, each tried once, after a crash in a fresh worker."""
-        left = deque(groups)
-        while left:
-            try:
-                with self._session(tuple(left)) as session:
-                    alive = True
-                    while left and alive:
-                        alive = self._try_variant(session, left.popleft())
-            except Stopped as stop:
-                # The file cannot even be loaded any more, which the cases before did not show.
-                missing = [VariantReport(name=group.name, robust=None, sentence=stop.sentence) for group in left]
-                self._report.variants += missing
-                return
-
-    def _try_variant(self, session: Session, group: Group) -> bool:
-        """Try one variant; whether the worker survived it."""
-        alive = True
-        try:
-            made = next(session.calls(replace(group, name=f"variant: {group.name}")))
-        except Stopped as stop:
-            sentence, alive = stop.sentence, stop.alive
-        else:
-            sentence = _what_is_wrong(made)
-        report = VariantReport(name=group.name, robust=not sentence, sentence=sentence or "right")
-        self._report.variants.append(report)
-        return alive
+        session: Session | None = None
+        with contextlib.ExitStack() as held:
+            for group in groups:
+                # A file that cannot even be loaded any more has not been tried.
+                robust: bool | None = None
+                try:
+                    session = session or held.enter_context(self._session(*groups))
+                    robust = False
+                    made = next(session.calls(replace(group, name=f"variant: {group.name}")))
+                    sentence = _what_is_wrong(made)
+                    robust = not sentence
+                except Stopped as stop:
+                    sentence = stop.sentence
+                    if not stop.alive:
+                        held.close()
+                        session = None
+                report = VariantReport(name=group.name, robust=robust, sentence=sentence or "right")
+                self._report.variants.append(report)
 
     def _explain(self, problem: Problem) -> None:
         """Draw the error map and, where no usual mistake fits, ask the file itself what it depends on."""
@@ -313,14 +279,12 @@ class _Run:
         if problem.verdict is not Verdict.WRONG_ANSWER:
             return
         self._report.error_map = error_map(made.inputs, made.out, made.comparison)
-        if problem.failure.cause is not None:
-            return
         alone = replace(made.call, change="everything")
         group = replace(problem.group, name=f"why: {problem.group.name}")
-        for meaning, (of_group, of_call) in _EXPERIMENTS.items():
-            asked = replace(group, **{"calls": (replace(alone, **of_call),), **of_group})
+        for meaning, (of_group, of_call) in _EXPERIMENTS.items() if problem.failure.cause is None else ():
+            asked = replace(group, calls=(replace(alone, **of_call),), **of_group)
             try:
-                with self._session((asked,)) as session:
+                with self._session(asked) as session:
                     if next(session.calls(asked)).comparison.passed:
                         problem.failure.cause = meaning
                         return

@@ -14,24 +14,32 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
+from moe_lab.judge.verdict import Verdict
+
 Message = dict[str, Any]
+Progress = Callable[[str], None]
 
 #: Marks every process that a run starts, so that none of them can outlive it unseen.
 _RUN_VARIABLE = "MOE_LAB_JUDGE_RUN"
 #: More than a datagram may hold.
 _MESSAGE_BYTES = 1 << 20
-_HEAD_BYTES = 2_000
-_TAIL_BYTES = 6_000
-_TICK_S = 0.25
+_HEAD_BYTES, _TAIL_BYTES = 2_000, 6_000  # of what a submission prints
+_TICK_S = 0.5
+_SIGNALS = {
+    "SIGSEGV": "usually a kernel that reads or writes outside its tensors",
+    "SIGBUS": "usually a kernel that reads or writes outside its tensors",
+    "SIGKILL": "usually because the machine ran out of memory",
+    "SIGABRT": "usually a failed check inside a library, see its last lines",
+    "SIGXFSZ": "because it wrote a larger file than one run may",
+}
 
 
 @dataclass(frozen=True)
@@ -48,50 +56,49 @@ class Limits:
     file_bytes: int = 256 << 20  # largest file the process may write
 
 
-class WorkerEnded(Exception):  # noqa: N818 - an outcome, not an error of ours
-    """The worker will not answer any more."""
+class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of the judge
+    """The submission cannot go on."""
 
-    def __init__(self, kind: Literal["timeout", "exit", "signal", "output", "forged"], detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind = kind
-        self.detail = detail  # seconds, exit code, signal's name, bytes, or a text
+    def __init__(self, verdict: Verdict, sentence: str, *, alive: bool = False) -> None:
+        # What a submission raises may hold characters that no encoding has.
+        self.sentence = sentence.encode("utf-8", "replace").decode()
+        super().__init__(self.sentence)
+        self.verdict = verdict
+        self.alive = alive  # whether the worker could take another call, as after an exception
 
 
 class Worker:
-    """One worker process; a context manager that leaves nothing behind.
+    """One worker process, whose :meth:`end` leaves nothing behind; ``say`` hears what it does, twice a second."""
 
-    Args:
-        folder: empty private folder, the worker's current directory and place for temporary files.
-        limits: see :class:`Limits`.
-        tick: called about twice a second with the seconds that the judge has waited.
-    """
-
-    def __init__(self, folder: Path, limits: Limits, tick: Callable[[float], None]) -> None:
-        self._folder, self._limits, self._tick = folder, limits, tick
+    def __init__(self, limits: Limits, say: Progress) -> None:
+        self.log = ""  # what it printed, head and tail; known at the end
+        self.strangers: list[str] = []  # processes that ran beside it at the end; they were ended too
+        self._limits, self._say, self._doing = limits, say, ""
         self._token = secrets.token_hex(16)
-        self.strangers: list[str] = []  # processes that ran beside the worker at the end; they were ended too
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Worker:
-        """Start the process."""
+    def start(self, folder: Path) -> None:
+        """Start the process in an empty private folder, its current directory and place for temporary files."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        environment |= {_RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder)}
+        environment |= {_RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
         # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
         environment.setdefault("OMP_NUM_THREADS", "1")
         checkout = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
-        self._output = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        self._output = os.memfd_create("output")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_TICK_S)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd=self._folder,
+                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd=folder,
                 env=environment, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         """End the worker, its session, and whatever left that session but not its environment."""
+        if self._process is None or self._socket.fileno() < 0:
+            return
         left: dict[psutil.Process, str] = {}
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
@@ -110,72 +117,75 @@ class Worker:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.strangers = list(left.values())
-        self._log = self.log
-        self._output.close()
+        self.log = _printed(self._output)
+        os.close(self._output)
         self._socket.close()
-
-    @property
-    def log(self) -> str:
-        """What the worker printed, head and tail."""
-        if self._output.closed:
-            return self._log
-        file, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size
-        data = os.pread(file, _HEAD_BYTES, 0)
-        tail_start = max(len(data), size - _TAIL_BYTES)
-        if tail_start > len(data):
-            data += f"\n[{tail_start - len(data)} bytes left out]\n".encode()
-        data += os.pread(file, _TAIL_BYTES, tail_start)
-        return "".join(char for char in data.decode("utf-8", "replace") if char.isprintable() or char in "\n\t")
 
     def interrupt(self) -> None:
         """End the process at once, from any thread; whoever waits for its answer sees that it has ended."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
-    def request(self, message: Message, timeout_s: float) -> Message:
-        """Send a message and wait for the answer.
+    def do(self, what: str) -> None:
+        """Say what the next requests are for."""
+        self._doing = what
+        self._say(what)
 
-        Raises:
-            WorkerEnded: if none comes.
-        """
+    def request(self, event: str, timeout_s: float, **message: Any) -> Message:
+        """Send a message and wait for the answer; raises :class:`Stopped` if none comes."""
         number = secrets.token_hex(16)
         # A process that is already gone shows in the answer.
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(message | {"number": number}).encode())
+            self._socket.send(json.dumps({"event": event, "number": number, **message}).encode())
         data = self._receive(timeout_s)
-        try:
+        with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
             answer: Message = json.loads(data)
-            if answer.pop("number") != number:
-                raise ValueError
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise WorkerEnded("forged", f"{len(data)} bytes that answer no request") from None
-        return answer
+            if answer.pop("number") == number:
+                return answer
+        what = f"wrote on the judge's own channel while {self._doing} ({len(data)} bytes that answer no request)"
+        raise Stopped(Verdict.RULE_VIOLATION, f"{what}; results are only read from out")
 
     def _receive(self, timeout_s: float) -> bytes:
-        start = ticked = time.monotonic()
+        start = time.monotonic()
         while True:
-            data: bytes | None = None
-            with contextlib.suppress(TimeoutError):
-                try:
-                    data = self._socket.recv(_MESSAGE_BYTES)
-                except ConnectionError:
-                    data = b""
-            size = os.fstat(self._output.fileno()).st_size
-            if size > self._limits.output_bytes:
-                raise WorkerEnded("output", str(size))
+            data: bytes | None
+            try:
+                data = self._socket.recv(_MESSAGE_BYTES)
+            except TimeoutError:
+                data = None
+            except ConnectionError:
+                data = b""
+            waited_s, most = time.monotonic() - start, self._limits.output_bytes
+            if os.fstat(self._output).st_size > most:
+                what = f"printed more than {most >> 20} MiB while {self._doing}"
+                raise Stopped(Verdict.RESOURCE_ERROR, f"{what}, expected next to nothing: remove the prints")
             if data:
                 return data
             if data is not None:
                 raise self._ended()
-            now = time.monotonic()
-            if now - start > timeout_s:
-                raise WorkerEnded("timeout", f"{timeout_s:.0f}")
-            if now - ticked > 2 * _TICK_S:
-                ticked = now
-                self._tick(now - start)
+            if waited_s > timeout_s:
+                what = f"no answer within {timeout_s:.0f} s while {self._doing}"
+                raise Stopped(Verdict.TIMEOUT, f"{what}, usually an endless loop or far too much work for one call")
+            self._say(f"{self._doing} ({waited_s:.0f} s)")
 
-    def _ended(self) -> WorkerEnded:
-        try:
+    def _ended(self) -> Stopped:
+        assert self._process is not None
+        code: int | str = "channel closed"
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return WorkerEnded("exit", "channel closed")
-        return WorkerEnded("signal", signal.Signals(-code).name) if code < 0 else WorkerEnded("exit", str(code))
+        if isinstance(code, int) and code < 0:
+            name = signal.Signals(-code).name
+            usual = _SIGNALS.get(name, "which it sent itself or got from a library")
+            return Stopped(Verdict.RUNTIME_ERROR, f"the process died of {name} while {self._doing}, {usual}")
+        what = f"the process ended itself with exit code {code} while {self._doing}"
+        return Stopped(Verdict.RUNTIME_ERROR, f"{what}, expected run_kernel to return")
+
+
+def _printed(file: int) -> str:
+    """Head and tail of a file, as text that a terminal can show."""
+    data, size = os.pread(file, _HEAD_BYTES, 0), os.fstat(file).st_size
+    tail_start = max(len(data), size - _TAIL_BYTES)
+    if tail_start > len(data):
+        data += f"\n[{tail_start - len(data)} bytes left out]\n".encode()
+    data += os.pread(file, _TAIL_BYTES, tail_start)
+    return "".join(char for char in data.decode("utf-8", "replace") if char.isprintable() or char in "\n\t")

@@ -12,7 +12,6 @@ from moe_lab.judge import judge
 from moe_lab.judge import local as judging
 from moe_lab.judge.ahead import Ahead, processes_for, specs
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs
-from moe_lab.judge.process import Limits
 from moe_lab.problem.contract import VARIANTS
 from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
@@ -27,7 +26,7 @@ def kernels(folder: Path) -> set[str]:
 
 
 def ahead(submission: Submission, *groups: Group, processes: int = 1) -> Ahead:
-    return Ahead(submission, groups, Limits(), sandboxed=True, device="cpu", processes=processes)
+    return Ahead(submission, Plan(groups), "cpu", processes)
 
 
 @pytest.mark.parametrize("name", [None, *VARIANTS])
@@ -67,7 +66,7 @@ def test_a_file_that_never_ends_holds_nobody_up() -> None:
     with ahead(Submission(LOOP, "loop.py"), GROUP) as compiling:
         time.sleep(6)
         assert len(psutil.Process().children(recursive=True)) > len(before)
-    assert not [job for job in compiling._all() if not job.done()]
+    assert not [job for job in compiling.jobs if not job.done()]
     assert psutil.Process().children(recursive=True) == before
 
 
@@ -88,7 +87,7 @@ def test_a_cpu_compiles_in_the_calls() -> None:
     assert processes_for("cpu") == 0
     with ahead(step("s0_baseline"), GROUP, processes=0) as compiling:
         compiling.wait(GROUP, print)
-    assert compiling._all() == []
+    assert compiling.jobs == []
 
 
 def test_workers_that_have_not_begun_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +104,4 @@ def test_workers_that_have_not_begun_can_be_ended(monkeypatch: pytest.MonkeyPatc
         with ahead(step("s0_baseline"), GROUP) as compiling:
             assert begun.wait(10)
             threading.Timer(0.5, entered.set).start()
-    assert all(job.done() for job in compiling._all())
+    assert all(job.done() for job in compiling.jobs)

@@ -33,10 +33,8 @@ def made_of(inputs: Inputs, rows: torch.Tensor, number: int = 0, before: torch.T
     out = before.clone()
     out[inputs.valid_rows] = rows.half()
     truth = fused_truth(inputs)
-    return Made(
-        number, Call(inputs.layout.sizes, 0), inputs, before, out, truth, compare(inputs, out, truth), [], None, 0.1, 1,
-        1, 1,
-    )  # fmt: skip
+    inputs, comparison = replace(inputs, out=before), compare(inputs, out, truth)
+    return Made(number, Call(inputs.layout.sizes, 0), inputs, out, truth, comparison, [], None, 0.1, 1, 0)
 
 
 def answer(inputs: Inputs, hidden: Callable[[Any, Any], Any] = lambda g, u: F.silu(g) * u) -> torch.Tensor:
@@ -119,7 +117,7 @@ def test_a_workspace_that_is_not_written_anew() -> None:
 def test_rows_that_land_elsewhere(shift: int, says: str) -> None:
     inputs = inputs_of()
     right = made_of(inputs, fused_truth(inputs))
-    landed = right.out_before.clone()
+    landed = right.inputs.out.clone()
     source = inputs.valid_rows
     target = source + shift
     inside = (target >= 0) & (target < len(landed))
@@ -160,7 +158,7 @@ def test_routing_that_is_kept() -> None:
             group_padded_offsets=first.group_padded_offsets, group_idx_for_bx=first.group_idx_for_bx,
         )
     )  # fmt: skip
-    lookup = made_of(second, fused_truth(second)).out_before.float()
+    lookup = made_of(second, fused_truth(second)).inputs.out.float()
     lookup[first.valid_rows] = computed
     history = [made_of(first, fused_truth(first)), made_of(second, lookup[second.valid_rows], 1)]
     assert "routing of call 1" in str(cause_of(history))

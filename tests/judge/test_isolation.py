@@ -39,27 +39,21 @@ def test_long_output_keeps_its_beginning_and_end() -> None:
     assert "\x1b" not in report.log
 
 
-TENSORS = dict(
-    zip(
-        (argument.name for argument in ARGUMENTS),
-        make_inputs(Case("small", 3, 64, 32, 5), (2, 0, 3), seed=1).args,
-        strict=True,
-    )
-)
+INPUTS = make_inputs(Case("small", 3, 64, 32, 5), (0, 2, 3), seed=1)
+NAMES = [argument.name for argument in ARGUMENTS]
 
 
-def arena_of(experts: list[int] | None = None) -> tuple[Arena, dict[str, torch.Tensor], torch.Tensor]:
+def arena_of(*, sparse: bool = False) -> tuple[Arena, dict[str, torch.Tensor], torch.Tensor]:
     """A filled arena, and as the worker sees it: tensors and bytes."""
-    arena = Arena(TENSORS, experts)
-    arena.write(TENSORS)
-    told = arena.describe()
-    there = map_file(told["path"], told["size_bytes"])
-    return arena, dict(zip(TENSORS, tensors_in(there, told["places"]), strict=True)), there
+    arena = Arena(INPUTS, sparse=sparse)
+    arena.write(INPUTS)
+    there = map_file(arena.shared["path"], arena.shared["size_bytes"])
+    return arena, dict(zip(NAMES, tensors_in(there, arena.shared["places"]), strict=True)), there
 
 
 def test_an_arena_gives_back_what_was_written() -> None:
     arena, there, buffer = arena_of()
-    for name, tensor in TENSORS.items():
+    for name, tensor in zip(NAMES, INPUTS.args, strict=True):
         assert torch.equal(there[name].nan_to_num(), tensor.nan_to_num()), name
         assert (there[name].data_ptr() - buffer.data_ptr()) % 4096 == 0
     answer = torch.randn(there["out"].shape).half()
@@ -71,7 +65,7 @@ def test_an_arena_gives_back_what_was_written() -> None:
 
 
 @pytest.mark.parametrize("stride", [1 << 26, 1000])
-@pytest.mark.parametrize("name", [argument.name for argument in ARGUMENTS[:-1]])
+@pytest.mark.parametrize("name", NAMES[:-1])
 def test_every_input_is_watched(name: str, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.judge.arena._STRIDE", stride)
     arena, there, _ = arena_of()
@@ -87,8 +81,8 @@ def test_every_input_is_watched(name: str, stride: int, monkeypatch: pytest.Monk
 
 
 def test_sparse_weights_are_watched_where_they_are_used() -> None:
-    arena, there, _ = arena_of(experts=[2])
-    assert torch.equal(there["up_w"][2], TENSORS["up_w"][2])
+    arena, there, _ = arena_of(sparse=True)
+    assert torch.equal(there["up_w"][2], INPUTS.up_w[2])
     assert not there["up_w"][0].any()
     there["up_w"][2, 0, 1] += 1
     _, (edit,) = arena.read()
@@ -109,7 +103,7 @@ def test_a_block_too_far_lands_in_the_guard() -> None:
     arena, there, buffer = arena_of()
     start = there["out"].data_ptr() - buffer.data_ptr()
     stop, block = start + there["out"].nbytes, 128 * 64 * 2
-    assert arena.size_bytes >= stop + block
+    assert arena.shared["size_bytes"] >= stop + block
     buffer[stop : stop + block] = 0
     buffer[start - block : start] = 0
     assert {edit.where for edit in arena.read()[1]} == {"before out", "after out"}
