@@ -7,6 +7,7 @@ where the calls find it. They launch nothing, and nothing that happens to them s
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,10 +19,9 @@ from moe_lab.judge.session import Session
 from moe_lab.problem.contract import ARGUMENTS
 from moe_lab.problem.inputs import make_inputs
 from moe_lab.problem.submission import Submission
-from moe_lab.steps import step
 
 #: Shape, dtype and, of an index array, values of one argument.
-_Spec = tuple[tuple[int, ...], str, "list[int] | None"]
+_Spec = tuple[tuple[int, ...], str, "tuple[int, ...] | None"]
 #: Calls do not wait longer than this; then the workers are ended and the calls compile for themselves.
 _PATIENCE_S = 120.0
 
@@ -40,14 +40,11 @@ class Ahead:
         self._idle: list[Session] = []
         self._pool = ThreadPoolExecutor(max(1, processes), "compile ahead")
         self._jobs: dict[str, list[Future[None]]] = {}
-        asked: dict[str, Future[None]] = {}
-        is_baseline = submission.source == step("s0_baseline").source
+        # What several groups need is compiled once.
+        submit = functools.cache(lambda *job: self._pool.submit(self._compile, *job))
         for group in plan.groups if processes else ():
-            tensors = specs(group)
-            for baseline in (False, True) if group.timed_rounds and not is_baseline else (False,):
-                if (key := f"{baseline} {tensors}") not in asked:
-                    asked[key] = self._pool.submit(self._compile, tensors, baseline)
-                self._jobs.setdefault(group.name, []).append(asked[key])
+            needed = specs(group)
+            self._jobs[group.name] = [submit(needed, baseline) for baseline in {False, group.timed_rounds > 0}]
 
     def __enter__(self) -> Ahead:
         """The workers start by themselves."""
@@ -78,7 +75,7 @@ class Ahead:
         if group.on_device or not all(job.done() for job in jobs):
             self.__exit__()
 
-    def _compile(self, tensors: list[_Spec], baseline: bool) -> None:
+    def _compile(self, tensors: tuple[_Spec, ...], baseline: bool) -> None:
         """One job, in a worker that waits for one or in a new one. What is wrong with the file shows in its calls."""
         with contextlib.suppress(Exception):
             try:
@@ -97,13 +94,13 @@ def processes_for(device: str) -> int:
     return 0 if device == "cpu" else len(os.sched_getaffinity(0)) * 3 // 4
 
 
-def specs(group: Group) -> list[_Spec]:
+def specs(group: Group) -> tuple[_Spec, ...]:
     """The ten arguments of a group's first call: shapes, dtypes, and the index arrays themselves."""
     call, wide = group.calls[0], {"H": group.hidden, "I": group.intermediate}
     thin = make_inputs(replace(group.case, hidden=1, intermediate=1), call.sizes, variant=group.variant)
     found: list[_Spec] = []
     for argument, tensor in zip(ARGUMENTS, thin.args, strict=True):
         shape = tuple(wide.get(symbol, size) for symbol, size in zip(argument.shape, tensor.shape, strict=True))
-        values = None if tensor.is_floating_point() else tensor.tolist()
+        values = None if tensor.is_floating_point() else tuple(tensor.tolist())
         found.append((shape, str(tensor.dtype).removeprefix("torch."), values))
-    return found
+    return tuple(found)

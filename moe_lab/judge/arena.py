@@ -34,14 +34,14 @@ _HANDLE_BYTES = (1, 4, 6)
 class Edit:
     """Bytes that changed although nobody may write there."""
 
-    where: str  # an argument's name, "before out", "after out" or "beside <argument>"
+    where: str  # an argument's name, "before out", "after out" or "between <argument> and <argument>"
     first: int  # index of the first changed element of an argument, or bytes between the nearest one and ``out``
     count: int  # changed bytes
 
     @property
     def is_input(self) -> bool:
         """Whether an argument was edited, as opposed to a guard band."""
-        return not self.where.startswith(("before", "after", "beside"))
+        return not self.where.startswith(("before", "after", "between"))
 
     def __str__(self) -> str:
         """One clause."""
@@ -62,22 +62,23 @@ class Arena:
     def __init__(self, inputs: Inputs, *, sparse: bool = False) -> None:
         self._experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size] if sparse else None
         # A kernel that runs one block too far must land in the guard, not in another argument.
-        block = _pages(BLOCK_TOKEN * inputs.out.shape[1] * inputs.out.element_size())
-        generator = torch.Generator().manual_seed(_GUARD_SEED)
-        self._guards: list[tuple[str, int, torch.Tensor]] = []
+        block = BLOCK_TOKEN * inputs.out.shape[1] * inputs.out.element_size()
         self._places: dict[str, tuple[int, tuple[int, ...], str]] = {}  # first byte, shape and dtype
-        end = 0
+        spans, end, last = [], 0, "the start"
         for argument, tensor in zip(ARGUMENTS, inputs.args, strict=True):
-            wide = argument.name == "out"
-            start = end + (block if wide else _PAGE)
-            stop = start + tensor.nbytes
+            is_out = argument.name == "out"
+            start = _pages(end + (block if is_out else 1))
+            spans.append(("before out" if is_out else f"between {last} and {argument.name}", end, start))
             self._places[argument.name] = start, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            sides = ("before out", end, start), ("after out", stop, stop + block if wide else _pages(stop))
-            for side, first, end in sides:
-                # Never a zero: that is what a kernel writes into padding.
-                pattern = torch.randint(1, 255, (end - first,), dtype=torch.uint8, generator=generator)
-                self._guards.append((side if wide else f"beside {argument.name}", first, pattern))
-        self._file, size_bytes = os.memfd_create("arena"), _pages(end)
+            end, last = start + tensor.nbytes, argument.name
+        size_bytes = _pages(end + block)
+        generator = torch.Generator().manual_seed(_GUARD_SEED)
+        # Never a zero: that is what a kernel writes into padding.
+        self._guards = [
+            (where, first, torch.randint(1, 255, (stop - first,), dtype=torch.uint8, generator=generator))
+            for where, first, stop in (*spans, ("after out", end, size_bytes))
+        ]
+        self._file = os.memfd_create("arena")
         os.ftruncate(self._file, size_bytes)
         path, places = f"/proc/{os.getpid()}/fd/{self._file}", list(self._places.values())
         #: What the worker needs to see the same tensors.
@@ -159,8 +160,8 @@ def _changed(now: torch.Tensor, before: torch.Tensor) -> tuple[int, int, int] | 
         mine = mine.to(theirs.device)
         if not torch.equal(mine, theirs):
             where = torch.nonzero(mine != theirs).flatten() + number * _STRIDE
-            first = int(where[0]) if count == 0 else first
-            last, count = int(where[-1]), count + where.numel()
+            first, last = first if count else int(where[0]), int(where[-1])
+            count += where.numel()
     return (first, last, count) if count else None
 
 

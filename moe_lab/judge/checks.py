@@ -36,21 +36,18 @@ class Problem:
         return f"{self.group.name}, call {self.failure.call + 1}: {self.failure}{cause}"
 
 
-def new_report(group: Group) -> CaseReport:
-    """An empty report of a group."""
-    return CaseReport(
+def check_group(session: Session, group: Group, reports: list[CaseReport]) -> Problem | None:
+    """Make the calls of a group and check each; the first problem, or None.
+
+    A report is added and filled in as far as the group comes. Raises :class:`Stopped` if the submission cannot go on.
+    """
+    report = CaseReport(
         name=group.name, num_experts=group.case.num_experts, hidden=group.hidden, intermediate=group.intermediate,
         sizes=group.calls[0].sizes, values=tuple(dict.fromkeys(call.values for call in group.calls)),
         max_abs_error=0.0, judge_ratio=0.0, row_error=0.0, strict_ratio=0.0, padding="zero", guards="intact",
         inputs="unchanged", repeat="not repeated",
     )  # fmt: skip
-
-
-def check_group(session: Session, group: Group, report: CaseReport) -> Problem | None:
-    """Make the calls of a group and check each; the first problem, or None.
-
-    The report is filled in as far as the group comes. Raises :class:`Stopped` if the submission cannot go on.
-    """
+    reports.append(report)
     start = time.monotonic()
     history: list[Made] = []
     problem: Problem | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_lab.judge import diagnose, rules
 from moe_lab.judge.ahead import Ahead, processes_for
-from moe_lab.judge.checks import Problem, check_group, new_report
+from moe_lab.judge.checks import Problem, check_group
 from moe_lab.judge.compare import error_map
 from moe_lab.judge.fit import FitResult, c500_fit
 from moe_lab.judge.plan import Group, Plan, default_plan, variant_groups
@@ -81,27 +81,22 @@ def judge(
             f"right on every row of {calls} calls in {len(report.cases)} cases, under the contest's tolerance and the "
             f"strict bound, on {report.device}"
         )
-    except Exception as error:  # noqa: BLE001 - whatever breaks in the judge must not look like a verdict
-        report.verdict, report.sentence = _said(error)
-    report.seconds = round(time.monotonic() - start, 3)
-    say(f"{report.verdict}: {report.sentence}")
-    return report
-
-
-def _said(error: Exception) -> tuple[Verdict, str]:
-    """The verdict and the sentence for what ended a run."""
-    if isinstance(error, Stopped):
-        return error.verdict, error.sentence
-    if isinstance(error, MoeLabError):
-        return Verdict.JUDGE_ERROR, str(error)
-    if isinstance(error, OSError):
+    except Stopped as stop:
+        report.verdict, report.sentence = stop.verdict, stop.sentence
+    except MoeLabError as error:
+        report.sentence = str(error)
+    except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return Verdict.JUDGE_ERROR, (
+        report.sentence = (
             f"this machine stopped the judge, which says nothing about the file: {where}{error.strerror or error}; "
             "look at `df` and `ulimit -a`"
         )
-    what = f"{type(error).__name__}: {error}"
-    return Verdict.JUDGE_ERROR, f"the judge itself failed, this says nothing about the file: {what}"
+    except Exception as error:  # noqa: BLE001 - whatever breaks in the judge must not look like a verdict
+        what = f"{type(error).__name__}: {error}"
+        report.sentence = f"the judge itself failed, this says nothing about the file: {what}"
+    report.seconds = round(time.monotonic() - start, 3)
+    say(f"{report.verdict}: {report.sentence}")
+    return report
 
 
 def judge_hash() -> str:
@@ -115,22 +110,22 @@ def judge_hash() -> str:
 
 def _read(given: Submission | str | os.PathLike[str], report: Report) -> Submission:
     """The text, if it is Python."""
+    verdict = Verdict.CONTRACT_ERROR
     try:
         submission = given if isinstance(given, Submission) else Submission.from_file(given)
         lines = submission.source.count("\n") + 1
         report.submission = SubmissionReport(name=submission.name, sha256=submission.source_hash, lines=lines)
-    except (SubmissionError, UnicodeEncodeError) as error:
-        raise Stopped(Verdict.CONTRACT_ERROR, str(error)) from None
-    try:
+        verdict = Verdict.COMPILE_ERROR
         # Deep nesting can parse and still be refused by the compiler.
         compile(submission.tree, submission.name, "exec", dont_inherit=True)
-    except SubmissionError as error:
-        raise Stopped(Verdict.COMPILE_ERROR, str(error)) from None
+        return submission
+    except (SubmissionError, UnicodeEncodeError) as error:
+        said = str(error)
     except SyntaxError as error:
-        raise Stopped(Verdict.COMPILE_ERROR, f"{submission.name}, line {error.lineno}: {error.msg}") from None
+        said = f"{report.submission.name}, line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
-        raise Stopped(Verdict.COMPILE_ERROR, f"{submission.name} cannot be compiled as Python: {error}") from None
-    return submission
+        said = f"{report.submission.name} cannot be compiled as Python: {error}"
+    raise Stopped(verdict, said)
 
 
 class _Run:
@@ -207,8 +202,7 @@ class _Run:
                         if plan.fit and self._fit is None:
                             self._fit = self._beside.submit(c500_fit, self._submission)
                     ahead.wait(group, self._say)
-                    report.cases.append(new_report(group))
-                    found = check_group(session, group, report.cases[-1])
+                    found = check_group(session, group, report.cases)
                     problem = problem or found
                     if problem and plan.stop_at_first:
                         break
@@ -226,10 +220,9 @@ class _Run:
             names = ", ".join(sorted(session.computed))
             self._find_ruling("torch-compute", f"torch computed with {names} while run_kernel was called")
         for group in plan.groups:
-            if group.name in session.times_ms:
-                too_fast = impossible(group, min(session.times_ms[group.name][0]), report.device)
-                if too_fast:
-                    raise Stopped(Verdict.JUDGE_ERROR, too_fast)
+            (times, _) = session.times_ms.get(group.name, ([], []))
+            if times and (too_fast := impossible(group, min(times), report.device)):
+                raise Stopped(Verdict.JUDGE_ERROR, too_fast)
         if strangers := session.worker.strangers:
             raise Stopped(
                 Verdict.RULE_VIOLATION,
@@ -262,27 +255,25 @@ class _Run:
                 try:
                     session = session or held.enter_context(self._session(*groups))
                     robust = False
-                    made = next(session.calls(replace(group, name=f"variant: {group.name}")))
-                    sentence = _what_is_wrong(made)
+                    sentence = _what_is_wrong(next(session.calls(replace(group, name=f"variant: {group.name}"))))
                     robust = not sentence
                 except Stopped as stop:
                     sentence = stop.sentence
                     if not stop.alive:
                         held.close()
                         session = None
-                report = VariantReport(name=group.name, robust=robust, sentence=sentence or "right")
-                self._report.variants.append(report)
+                tried = VariantReport(name=group.name, robust=robust, sentence=sentence or "right")
+                self._report.variants.append(tried)
 
     def _explain(self, problem: Problem) -> None:
         """Draw the error map and, where no usual mistake fits, ask the file itself what it depends on."""
-        made = problem.made
         if problem.verdict is not Verdict.WRONG_ANSWER:
             return
+        made, name = problem.made, f"why: {problem.group.name}"
         self._report.error_map = error_map(made.inputs, made.out, made.comparison)
-        alone = replace(made.call, change="everything")
-        group = replace(problem.group, name=f"why: {problem.group.name}")
         for meaning, (of_group, of_call) in _EXPERIMENTS.items() if problem.failure.cause is None else ():
-            asked = replace(group, calls=(replace(alone, **of_call),), **of_group)
+            alone = replace(made.call, change="everything", **of_call)
+            asked = replace(problem.group, name=name, calls=(alone,), **of_group)
             try:
                 with self._session(asked) as session:
                     if next(session.calls(asked)).comparison.passed:
@@ -302,12 +293,7 @@ def _what_is_wrong(made: Made) -> str:
 
 
 def timing_report(case: str, candidate_ms: list[float], baseline_ms: list[float]) -> TimingReport:
-    """Medians of interleaved times, with the interval of the candidate's.
-
-    Args:
-        case: name.
-        candidate_ms, baseline_ms: one time a round.
-    """
+    """Medians of interleaved times, one a round, with the interval of the candidate's."""
     mine, other = (summarise(case, times, device="", cache="cold") for times in (candidate_ms, baseline_ms))
     return TimingReport(
         case=case, median_ms=mine.median_ms, low_ms=mine.low_ms, high_ms=mine.high_ms, baseline_ms=other.median_ms,
@@ -316,17 +302,11 @@ def timing_report(case: str, candidate_ms: list[float], baseline_ms: list[float]
 
 
 def impossible(group: Group, time_ms: float, device_name: str) -> str | None:
-    """Why a time cannot be true, or None: no call beats the device's specified roof on the work of its valid rows.
-
-    Args:
-        group: what was called last.
-        time_ms: the fastest call.
-        device_name: as its driver reports it; a device without figures has no floor.
-    """
+    """Why a time cannot be true, or None: no call beats the device's specified roof on the work of its valid rows."""
     try:
         roof = devices.device(device_name).roof()
     except DataError:
-        return None
+        return None  # a device without figures has no floor
     least_ms = bound(work(group.case, group.calls[-1].sizes).whole, roof).time_ms
     # What the L2 cache holds of the hidden activation is counted as memory traffic, a few percent of the whole.
     if time_ms > 0.9 * least_ms:

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +79,30 @@ class Worker:
         self._token = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, folder: Path) -> None:
-        """Start the process in an empty private folder, its current directory and place for temporary files."""
+    def start(self) -> Path:
+        """Start the process; its private folder, in which it has one of its own for temporary files."""
+        self._folder = tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        own = folder / "cwd"
+        own.mkdir()
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        environment |= {_RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
+        environment |= {_RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(own)}
         # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
         environment.setdefault("OMP_NUM_THREADS", "1")
         checkout = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
         self._output = os.memfd_create("output")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(_TICK_S)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd=folder,
-                env=environment, pass_fds=(theirs.fileno(),), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd=own, env=environment,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
+        return folder
 
     def end(self) -> None:
-        """End the worker, its session, and whatever left that session but not its environment."""
+        """End the worker, its session, and whatever left that session but not its environment; remove its folder."""
         if self._process is None or self._socket.fileno() < 0:
             return
         left: dict[psutil.Process, str] = {}
@@ -117,9 +123,15 @@ class Worker:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.strangers = list(left.values())
-        self.log = _printed(self._output)
+        head, size = os.pread(self._output, _HEAD_BYTES, 0), os.fstat(self._output).st_size
+        tail = os.pread(self._output, _TAIL_BYTES, max(len(head), size - _TAIL_BYTES))
+        left_out = size - len(head) - len(tail)
+        gap = f"\n[{left_out} bytes left out]\n".encode() if left_out > 0 else b""
+        said = (head + gap + tail).decode("utf-8", "replace")
+        self.log = "".join(char for char in said if char.isprintable() or char in "\n\t")
         os.close(self._output)
         self._socket.close()
+        self._folder.cleanup()
 
     def interrupt(self) -> None:
         """End the process at once, from any thread; whoever waits for its answer sees that it has ended."""
@@ -133,40 +145,32 @@ class Worker:
 
     def request(self, event: str, timeout_s: float, **message: Any) -> Message:
         """Send a message and wait for the answer; raises :class:`Stopped` if none comes."""
-        number = secrets.token_hex(16)
+        number, start = secrets.token_hex(16), time.monotonic()
         # A process that is already gone shows in the answer.
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"event": event, "number": number, **message}).encode())
-        data = self._receive(timeout_s)
+        while True:
+            answered, waited_s = wait([self._socket], _TICK_S), time.monotonic() - start
+            if os.fstat(self._output).st_size > self._limits.output_bytes:
+                what = f"printed more than {self._limits.output_bytes >> 20} MiB while {self._doing}"
+                raise Stopped(Verdict.RESOURCE_ERROR, f"{what}, expected next to nothing: remove the prints")
+            if answered:
+                break
+            if waited_s > timeout_s:
+                what = f"no answer within {timeout_s:.0f} s while {self._doing}"
+                raise Stopped(Verdict.TIMEOUT, f"{what}, usually an endless loop or far too much work for one call")
+            self._say(f"{self._doing} ({waited_s:.0f} s)")
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._socket.recv(_MESSAGE_BYTES)
+        if not data:
+            raise self._ended()
         with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
             answer: Message = json.loads(data)
             if answer.pop("number") == number:
                 return answer
         what = f"wrote on the judge's own channel while {self._doing} ({len(data)} bytes that answer no request)"
         raise Stopped(Verdict.RULE_VIOLATION, f"{what}; results are only read from out")
-
-    def _receive(self, timeout_s: float) -> bytes:
-        start = time.monotonic()
-        while True:
-            data: bytes | None
-            try:
-                data = self._socket.recv(_MESSAGE_BYTES)
-            except TimeoutError:
-                data = None
-            except ConnectionError:
-                data = b""
-            waited_s, most = time.monotonic() - start, self._limits.output_bytes
-            if os.fstat(self._output).st_size > most:
-                what = f"printed more than {most >> 20} MiB while {self._doing}"
-                raise Stopped(Verdict.RESOURCE_ERROR, f"{what}, expected next to nothing: remove the prints")
-            if data:
-                return data
-            if data is not None:
-                raise self._ended()
-            if waited_s > timeout_s:
-                what = f"no answer within {timeout_s:.0f} s while {self._doing}"
-                raise Stopped(Verdict.TIMEOUT, f"{what}, usually an endless loop or far too much work for one call")
-            self._say(f"{self._doing} ({waited_s:.0f} s)")
 
     def _ended(self) -> Stopped:
         assert self._process is not None
@@ -179,13 +183,3 @@ class Worker:
             return Stopped(Verdict.RUNTIME_ERROR, f"the process died of {name} while {self._doing}, {usual}")
         what = f"the process ended itself with exit code {code} while {self._doing}"
         return Stopped(Verdict.RUNTIME_ERROR, f"{what}, expected run_kernel to return")
-
-
-def _printed(file: int) -> str:
-    """Head and tail of a file, as text that a terminal can show."""
-    data, size = os.pread(file, _HEAD_BYTES, 0), os.fstat(file).st_size
-    tail_start = max(len(data), size - _TAIL_BYTES)
-    if tail_start > len(data):
-        data += f"\n[{tail_start - len(data)} bytes left out]\n".encode()
-    data += os.pread(file, _TAIL_BYTES, tail_start)
-    return "".join(char for char in data.decode("utf-8", "replace") if char.isprintable() or char in "\n\t")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,10 +48,8 @@ class Made:
 class Session:
     """One worker with a submission loaded; a context manager that leaves no process and no file behind.
 
-    Args:
-        plan: its groups decide the room that is set aside.
-        device: torch device of the kernels.
-        say: called with a line of text whenever something starts, and about twice a second while it lasts.
+    ``say`` gets a line of text whenever something starts, and twice a second while it lasts. The groups of the plan
+    decide the room that is set aside.
     """
 
     def __init__(self, submission: Submission, plan: Plan, device: str, say: Progress) -> None:
@@ -64,31 +59,28 @@ class Session:
         #: Operations by which torch computed what belongs in a kernel, of every call so far; only under the sandbox.
         self.computed: set[str] = set()
         self._submission, self._device = submission, device
-        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
         """Start the worker and load the file.
 
         Raises :class:`Stopped` if loading fails, BackendError if the worker itself does not start.
         """
-        with contextlib.ExitStack() as stack:
-            temporary = tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True)
-            folder = Path(stack.enter_context(temporary))
-            source = self._submission.save(folder / "submission.py")
-            (folder / "cwd").mkdir()
-            stack.callback(self.worker.end)
+        limits = self.plan.limits
+        try:
             self.worker.do("starting a fresh process")
-            self.worker.start(folder / "cwd")
+            source = self._submission.save(self.worker.start() / "submission.py")
             self._import()
             self.worker.do("loading the file")
-            loaded = self.request("load", self.plan.limits.load_s, path=str(source), sandboxed=self.plan.sandboxed)
+            loaded = self.request("load", limits.load_s, path=str(source), sandboxed=self.plan.sandboxed)
             self._threads: int = loaded["threads"]
-            self._held = stack.pop_all()
+        except BaseException:
+            self.worker.end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the worker and remove the folder."""
-        self._held.close()
+        """End the worker and remove its folder."""
+        self.worker.end()
 
     def request(self, event: str, limit_s: float, **message: Any) -> Message:
         """Ask the worker for something; raises :class:`Stopped` for what the submission raises, and if it ends."""
@@ -111,9 +103,14 @@ class Session:
                 self.worker.do(f"{group.name}: call {number + 1} of {len(group.calls)}")
                 inputs = call_inputs(group, call, before.inputs if before else None, self._device)
                 inputs = replace(inputs, out=fill_out(inputs, call, before.truth if before else None))
-                if call.slot not in arenas:
-                    arenas[call.slot] = self._open(group, call.slot, inputs)
-                arena = arenas[call.slot]
+                arena = arenas.get(call.slot)
+                if arena is None:
+                    arenas[call.slot] = arena = Arena(inputs, sparse=group.sparse)
+                    opened = self.request("open", limits.call_s, arena=call.slot, **arena.shared)
+                    if "failed" in opened:
+                        what = f"got no room for its arguments on the device: {opened['failed']}"
+                        raise BackendError(f"{group.name}: {what}")
+                    arena.attach(opened["handle"])
                 arena.write(inputs)
                 limit_s = limits.call_s if before else limits.first_call_s
                 answer = self.request("call", limit_s, arena=call.slot, garbage=group.garbage, seed=call.seed)
@@ -136,14 +133,13 @@ class Session:
         """Time the submission beside the baseline on the inputs of the last call, and look at the answer again."""
         self.worker.do(f"{group.name}: {group.timed_rounds} timed calls")
         arena.write(last.inputs)
-        start = time.monotonic()
-        limit_s = self.plan.limits.first_call_s
+        start, limit_s = time.monotonic(), self.plan.limits.first_call_s
         times = self.request("time", limit_s, arena=last.call.slot, rounds=group.timed_rounds)
         wall_ms = 1e3 * (time.monotonic() - start)
         out, edits = arena.read()
         if edits or not compare(last.inputs, out, last.truth).passed:
-            what = f"{group.name}: right when called alone, wrong when timed calls follow each other"
-            raise Stopped(Verdict.WRONG_ANSWER, what)
+            what = "right when called alone, wrong when timed calls follow each other"
+            raise Stopped(Verdict.WRONG_ANSWER, f"{group.name}: {what}")
         total_ms = sum(times["candidate"]) + sum(times["baseline"])
         if total_ms > wall_ms:
             raise BackendError(
@@ -159,18 +155,11 @@ class Session:
             where, needed = "memory on the device", 3 * group.size_bytes + _DEVICE_SPARE_BYTES
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < needed:
-            got = (
-                f"{group.name}: got {free / 2**30:.1f} GiB of free {where}, expected at least {needed / 2**30:.1f} GiB"
+            has, needs = (f"{size / 2**30:.1f} GiB" for size in (free, needed))
+            raise BackendError(
+                f"{group.name}: got {has} of free {where}, expected at least {needs}, which its full size takes: end "
+                "what else uses it, or judge on a larger machine"
             )
-            raise BackendError(f"{got}, which its full size takes: end what else uses it, or judge on a larger machine")
-
-    def _open(self, group: Group, slot: int, inputs: Inputs) -> Arena:
-        arena = Arena(inputs, sparse=group.sparse)
-        opened = self.request("open", self.plan.limits.call_s, arena=slot, **arena.shared)
-        if "failed" in opened:
-            raise BackendError(f"{group.name}: got no room for its arguments on the device: {opened['failed']}")
-        arena.attach(opened["handle"])
-        return arena
 
     def _import(self) -> None:
         """Limit the process and import what the file will need."""

@@ -35,7 +35,7 @@ def test_the_arguments_are_those_of_the_call(name: str | None) -> None:
     inputs = call_inputs(group, group.calls[0], None)
     for (shape, dtype, values), tensor in zip(specs(group), inputs.args, strict=True):
         assert (shape, f"torch.{dtype}") == (tuple(tensor.shape), str(tensor.dtype))
-        assert values is None or values == tensor.tolist()
+        assert values is None or list(values) == tensor.tolist()
 
 
 def test_calls_find_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
