@@ -11,8 +11,8 @@ out. A block runs from start to end before the next one begins, and the threads 
   refused by name when it is used, never when it is imported, so that a file which picks a kernel for its device
   still runs.
 
-What is dropped is said once, by a warning and in :func:`notes`. Results are those of the kernel's arithmetic in the
-order written. Speed means nothing here, and what goes wrong between threads (a missing barrier) cannot show.
+What is dropped is said once, by a warning. Results are those of the kernel's arithmetic in the order written. Speed
+means nothing here, and what goes wrong between threads (a missing barrier) cannot show.
 """
 
 from __future__ import annotations
@@ -47,29 +47,20 @@ _OLDEST = (0, 1, 15)  # the first TileLang whose C backend this module was writt
 # Namespaces that a submission reads names from.
 _FACADES = ("tilelang.language", "tilelang.language.common", "tilelang.cuda.language", "tilelang.rocm.language")
 
-_said: dict[str, None] = {}
-
 
 class CPUMeaningWarning(UserWarning):
     """Something of a kernel was dropped because it means nothing on a CPU."""
 
 
-def notes() -> tuple[str, ...]:
-    """What was dropped in this process because a CPU has no use for it, in order, each once."""
-    return tuple(_said)
-
-
+@functools.cache
 def _say(message: str) -> None:
-    if message not in _said:
-        _said[message] = None
-        warnings.warn(message, CPUMeaningWarning, stacklevel=4)
+    warnings.warn(message, CPUMeaningWarning, stacklevel=4)
 
 
 class Refused:
     """A name that exists but cannot be used here: it fails when it is used, not when it is imported."""
 
     def __init__(self, message: str, error: type[BackendError] = UnsupportedOnCPUError) -> None:
-        """Remember what to raise and what to say."""
         self._error, self._message = error, message
 
     def __call__(self, *args: object, **kwargs: object) -> None:
@@ -103,8 +94,7 @@ def _refuse(name: str, module: str = "T", use: str = "") -> Refused:
 def compiler() -> str:
     """The C++ compiler that TileLang will call: CXX or CC if set, else g++, clang++ or c++ from the PATH.
 
-    Raises:
-        BackendError: if there is none.
+    Raises BackendError if there is none.
     """
     named = os.environ.get("CXX") or os.environ.get("CC")
     if found := next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None):
@@ -125,9 +115,8 @@ def compile_flags() -> list[str]:
     """
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     processor = [platform.machine(), platform.processor(), *cpuinfo("model name", "flags", "Features")]
-    parts = (Path(__file__).read_bytes(), version.encode(), repr(processor).encode())
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{key}"]
+    parts = (Path(__file__).read_text(encoding="utf-8"), version, processor)
+    return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"]
 
 
 def cpuinfo(*names: str) -> list[str]:
@@ -141,8 +130,7 @@ def cpuinfo(*names: str) -> list[str]:
 def apply() -> None:
     """Give TileLang's names their CPU meaning, in this process, once and for good.
 
-    Raises:
-        BackendError: for no C++ compiler or a TileLang whose C backend this was not written for.
+    Raises BackendError for no C++ compiler or a TileLang whose C backend this was not written for.
     """
     flags = compile_flags()
     import tilelang
@@ -183,10 +171,9 @@ def _meanings(T: types.ModuleType) -> dict[int, object]:  # noqa: N803
     common = importlib.import_module("tilelang.language.common")
     new: dict[int, object] = {}
     for name, function in {**_structure(T, common), **_arithmetic(T)}.items():
-        for facade in (T, common):
-            original = getattr(facade, name, None)
+        for original in [vars(facade)[name] for facade in (T, common) if name in vars(facade)]:
             # A plain TIR function keeps its own module: TVM's passes call those too.
-            if original is not None and (original is not getattr(tirx, name, None) or name in ("abs", "fabs", "exp10")):
+            if original is not getattr(tirx, name, None) or name in ("abs", "fabs", "exp10"):
                 new[id(original)] = function
     return new
 
@@ -198,9 +185,9 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
 
     def gemm(
         A: Any, B: Any, C: Any, transpose_A: Any = False, transpose_B: Any = False, policy: Any = None,  # noqa: N803
-        clear_accum: Any = False, *hints: Any, **more: Any,
+        clear_accum: Any = False, k_pack: int = 1, *hints: Any, **more: Any,
     ) -> Any:  # fmt: skip
-        if more.get("k_pack", 1) != 1 or (hints and isinstance(hints[0], int) and hints[0] != 1):
+        if k_pack != 1:
             _say("T.gemm(k_pack=...) is dropped on a CPU: it packs the operands of a matrix instruction")
         return common_gemm(A, B, C, transpose_A=transpose_A, transpose_B=transpose_B, clear_accum=clear_accum)
 
@@ -216,8 +203,7 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
 
     return {
         "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle,
-        "alloc_shared": lambda shape, dtype, scope="": alloc_local(shape, dtype),
-        "alloc_fragment": lambda shape, dtype, scope="": alloc_local(shape, dtype),
+        **dict.fromkeys(("alloc_shared", "alloc_fragment"), lambda shape, dtype, scope="": alloc_local(shape, dtype)),
         "Parallel": lambda *extents, **hints: serial(extents[0]) if len(extents) == 1 else grid(*extents),
         "Pipelined": lambda start, stop=None, *hints, **more: serial(start, stop),
         "copy": lambda src, dst, *hints, **more: common_copy(src, dst),
@@ -229,17 +215,17 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
 
 def _arithmetic(T: types.ModuleType) -> dict[str, Any]:  # noqa: N803
     """Element-wise names that the C backend lacks, by others that it has; rounding modes are those of the CPU."""
-    plain = {f"__{name}": getattr(T, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")}
     if_then_else = T.if_then_else
-    absolute = {name: lambda x, span=None: if_then_else(x < 0, -x, x) for name in ("abs", "fabs")}
-    exp10 = {name: lambda x: T.exp2(x * 3.321928094887362) for name in ("exp10", "__exp10")}
-    return plain | absolute | exp10 | {
-        "fma": lambda x, y, z, *mode: x * y + z, "fmul": lambda x, y, *mode: x * y,
-        "fast_rcp": lambda x: 1.0 / x, "__ldg": lambda value, *index: value[index] if index else value,
+    return {
+        **{f"__{name}": getattr(T, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")},
+        **dict.fromkeys(("abs", "fabs"), lambda x, span=None: if_then_else(x < 0, -x, x)),
+        **dict.fromkeys(("exp10", "__exp10"), lambda x: T.exp2(x * 3.321928094887362)),
+        **dict.fromkeys(("fma", "ieee_fmaf"), lambda x, y, z, *mode: x * y + z),
+        **dict.fromkeys(("fmul", "ieee_mul"), lambda x, y, *mode: x * y),
+        **dict.fromkeys(("fast_rcp", "ieee_frcp"), lambda x, *mode: 1.0 / x),
         "ieee_add": lambda x, y, *mode: x + y, "ieee_sub": lambda x, y, *mode: x - y,
-        "ieee_mul": lambda x, y, *mode: x * y, "ieee_fdiv": lambda x, y, *mode: x / y,
-        "ieee_fmaf": lambda x, y, z, *mode: x * y + z, "ieee_frcp": lambda x, *mode: 1.0 / x,
-        "ieee_fsqrt": lambda x, *mode: T.sqrt(x), "ieee_frsqrt": lambda x, *mode: T.rsqrt(x),
+        "ieee_fdiv": lambda x, y, *mode: x / y, "ieee_fsqrt": lambda x, *mode: T.sqrt(x),
+        "ieee_frsqrt": lambda x, *mode: T.rsqrt(x), "__ldg": lambda value, *index: value[index] if index else value,
     }  # fmt: skip
 
 
@@ -332,7 +318,6 @@ def _patch_jit(flags: list[str]) -> None:
 
     def on_cpu(self: Any) -> None:
         self.target = self.target_host = self.execution_backend = self.compile_flags = None
-        self.pass_configs = _known_pass_configs(self.pass_configs)
         settle(self)
 
     accepted = inspect.signature(decorate).parameters
@@ -350,18 +335,15 @@ def _patch_jit(flags: list[str]) -> None:
 def _compile_error(kernel: str, error: Exception) -> BackendError:
     if isinstance(error, BackendError):
         return error
-    text = str(error)
-    unresolved = re.search(r'Unresolved call.*?name="(?:tl|tirx)\.(\w+)"', text)
-    if unresolved:
+    text = str(error).strip()
+    if unresolved := re.search(r'Unresolved call.*?name="(?:tl|tirx)\.(\w+)"', text):
         instead = _instead(unresolved[1])
         advice = f": use {instead}" if instead else "; TileLang's C backend does not have it"
-        said = f"got T.{unresolved[1]}, which has no meaning on a CPU{advice}"
-        return UnsupportedOnCPUError(f"kernel {kernel}: {said}")
+        return UnsupportedOnCPUError(f"kernel {kernel}: got T.{unresolved[1]}, which has no meaning on a CPU{advice}")
     if text.startswith("Compilation Failed"):
         said = f"the C++ compiler {compiler()} failed on TileLang's code; its own messages stand above"
     else:
-        reason = next(iter(text.strip().splitlines()), type(error).__name__)
-        said = f"TileLang cannot compile it for the CPU: {reason.strip()}"
+        said = f"TileLang cannot compile it for the CPU: {(text or type(error).__name__).splitlines()[0].strip()}"
     return BackendError(f"kernel {kernel}: {said}")
 
 

@@ -268,16 +268,14 @@ def test_every_style_of_kernel_gives_the_product(style: str, tmp_path: Path) -> 
 
 @cpu_only
 def test_what_was_dropped_is_said_once(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cpu.CPUMeaningWarning)
-        load(tmp_path, STYLES["a vendor's build: its module, its keys, its hints"])
-    said = cpu.notes()
-    for part in ("k_pack", "TL_VENDOR_ONLY", "tl.of_a_vendor", "vendor_option"):
-        assert sum(part in note for note in said) == 1, (part, said)
+    cpu._say.cache_clear()  # an earlier test may have heard it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load(tmp_path, STYLES["a vendor's build: its module, its keys, its hints"])
-    assert not [entry for entry in caught if issubclass(entry.category, cpu.CPUMeaningWarning)]
+        for _ in range(2):
+            load(tmp_path, STYLES["a vendor's build: its module, its keys, its hints"])
+    said = [str(entry.message) for entry in caught if issubclass(entry.category, cpu.CPUMeaningWarning)]
+    for part in ("k_pack", "TL_VENDOR_ONLY", "tl.of_a_vendor", "vendor_option"):
+        assert sum(part in message for message in said) == 1, (part, said)
 
 
 @cpu_only
