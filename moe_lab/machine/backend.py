@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,11 +64,7 @@ class Check:
 
 @functools.cache
 def detect() -> Backend:
-    """The device of this machine, the best one first.
-
-    Raises:
-        BackendError: if torch is not installed.
-    """
+    """The device of this machine, the best one first; raises BackendError if torch is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -94,9 +91,7 @@ def prepare() -> Backend:
 
     On a GPU only the environment is set (quiet compilation). With no GPU the names of TileLang get a CPU meaning, see
     :mod:`moe_lab.machine.cpu`, and compiled kernels are kept in TileLang's disk cache.
-
-    Raises:
-        BackendError: if TileLang cannot be imported, or on a CPU for a missing compiler or a TileLang too old.
+    Raises BackendError if TileLang cannot be imported, or on a CPU for a missing compiler or a TileLang too old.
     """
     backend = detect()
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
@@ -105,9 +100,8 @@ def prepare() -> Backend:
         importlib.import_module("tilelang")
     except ImportError as error:
         raise BackendError(f"got no tilelang ({error}), expected it installed: see `moe-lab doctor`") from None
-    # When building a kernel fails TileLang prints pages of rewritten source before the error that matters.
+    # Pages of rewritten source before the error that matters, and every kernel that is found in memory again.
     logging.getLogger("tilelang.language.eager.builder").setLevel(logging.CRITICAL + 1)
-    # It also logs every kernel that it finds in memory again, as for a text that is loaded twice.
     logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
     if backend.kind == "cpu":
         cpu.apply()
@@ -143,23 +137,18 @@ def versions(*more: str) -> dict[str, str]:
     """Versions of what a measurement or a verdict depends on, by name; what is not installed is left out."""
     import moe_lab
 
-    found = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"moe_lab": moe_lab.__version__, "python": platform.python_version()}
     for name in ("torch", "tilelang", "apache-tvm-ffi", "numpy", "RestrictedPython", *more):
-        version = installed(name)
-        # A vendor's TileLang may run from its source tree.
-        if version is None and name == "tilelang" and importlib.util.find_spec("tilelang"):
-            version = str(importlib.import_module("tilelang").__version__)
-        if version is not None:
-            found[name] = version
-    backend = detect()
-    if backend.kind == "cpu":
+        found[name] = installed(name)
+    # A vendor's TileLang may run from its source tree.
+    if not found["tilelang"] and importlib.util.find_spec("tilelang"):
+        found["tilelang"] = str(importlib.import_module("tilelang").__version__)
+    if (kind := detect().kind) == "cpu":
         with contextlib.suppress(BackendError):
             found["compiler"] = _first_line([cpu.compiler(), "--version"])
     else:
-        import torch
-
-        found["cuda" if backend.kind == "cuda" else "maca"] = str(torch.version.cuda)
-    return found
+        found[kind] = str(importlib.import_module("torch").version.cuda)
+    return {name: version for name, version in found.items() if version}
 
 
 def _first_line(command: list[str]) -> str:
@@ -170,9 +159,7 @@ def _first_line(command: list[str]) -> str:
 def load(submission: Submission) -> Callable[..., None]:
     """Execute a submission in this process and return its ``run_kernel``. For your own code: the judge uses a sandbox.
 
-    Raises:
-        SubmissionError: if the module has no callable ``run_kernel``.
-        BackendError: if this machine cannot run TileLang, see :func:`prepare`.
+    Raises SubmissionError if the module has no callable ``run_kernel``, BackendError as :func:`prepare` does.
     """
     prepare()
     folder = Path(tempfile.mkdtemp(prefix="moe_lab_"))
@@ -217,17 +204,13 @@ def probe(say: object) -> tuple[float, str]:
 
 
 def doctor() -> list[Check]:
-    """Look at everything that submissions need here, in the order to read it.
-
-    Submissions can run if every required check is ok.
-    """
+    """Look at everything that submissions need here, in the order to read it: they can run if all required is ok."""
     checks = [Check("Python", sys.version_info >= (3, 10), platform.python_version(), "install Python 3.10 or newer")]
     torch = _package("torch", "")
-    if torch.ok:
-        checks.append(Check("device", True, f"{detect().kind}: {detect().name}"))
+    kind = detect().kind if torch.ok else None
+    checks += [Check("device", True, f"{kind}: {detect().name}")] if kind else []
     checks += [torch, *_tilelang_checks()]
-    if torch.ok:
-        checks += {"cpu": _compiler_checks, "cuda": _nvcc_checks, "maca": _maca_checks}[detect().kind]()
+    checks += {"cpu": _compiler_checks, "cuda": _nvcc_checks, "maca": _maca_checks}[kind]() if kind else []
     if all(check.ok for check in checks if check.required):
         checks.append(_probe_check())
     checks.append(_package("RestrictedPython", ": the judge's sandbox needs it"))
@@ -245,8 +228,7 @@ def _tilelang_checks() -> list[Check]:
     if tilelang is None and importlib.util.find_spec("tilelang") is None:
         return [Check("tilelang", False, "not installed", "`pip install tilelang==0.1.15 apache-tvm-ffi==0.1.12`")]
     checks = [Check("tilelang", True, tilelang or "from a source tree")]
-    fitting = _PAIRS.get((tilelang or "").partition("+")[0])
-    if ffi is not None and fitting is not None:
+    if ffi and (fitting := _PAIRS.get((tilelang or "").partition("+")[0])):
         remedy = f"`pip install apache-tvm-ffi=={fitting[-1]}`: a pair that does not fit can end Python during import"
         # A vendor's build may pair other numbers, so the probe kernel decides.
         checks.append(Check("apache-tvm-ffi", ffi in fitting, ffi, remedy, required=False))
@@ -262,7 +244,7 @@ def _compiler_checks() -> list[Check]:
 
 def _nvcc_checks() -> list[Check]:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
+    path = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", os.defpath), f"{home}/bin"]))
     remedy = (
         "install the CUDA toolkit of your driver, or `pip install nvidia-cuda-nvcc`, and put nvcc on the PATH or its "
         "folder into CUDA_HOME; TileLang compiles kernels with it"
@@ -285,14 +267,11 @@ export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH
 
 def _maca_checks() -> list[Check]:
     """One for each variable of the exports but the checkout, whose place only its owner knows."""
-    maca = os.environ.get("MACA_PATH", "/opt/maca")
-    missing: dict[str, list[str]] = {}
+    maca, missing = os.environ.get("MACA_PATH", "/opt/maca"), defaultdict[str, list[str]](list)
     for name, value in re.findall('export (.*)="(.*)"', maca_exports()):
-        have = [os.path.normpath(part) for part in os.environ.get(name, "").split(os.pathsep)]
-        needed = [
-            os.path.normpath(part.replace("$MACA_PATH", maca)) for part in re.findall(r"\$MACA_PATH/[^:]*", value)
-        ]
-        missing.setdefault(name, []).extend(folder for folder in needed if folder not in have)
+        have = {os.path.normpath(part) for part in os.environ.get(name, "").split(os.pathsep)}
+        needed = (part.replace("$MACA_PATH", maca) for part in re.findall(r"\$MACA_PATH/[^:]*", value))
+        missing[name] += [folder for folder in map(os.path.normpath, needed) if folder not in have]
     del missing["TILELANG_ROOT"]
     remedy, checks = "set it before Python starts, see the exports below", []
     for name, folders in missing.items():
