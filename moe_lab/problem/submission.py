@@ -12,7 +12,6 @@ import errno
 import hashlib
 import itertools
 import os
-import stat
 import tempfile
 import types
 from collections import Counter
@@ -32,13 +31,12 @@ LiteralValue = bool | int | float | str | tuple[Any, ...] | None
 
 @dataclass(frozen=True)
 class Literal:
-    """One module-level constant such as ``BLOCK_K = 64``: first line from 1, byte offsets of its right side."""
+    """One module-level constant such as ``BLOCK_K = 64``."""
 
     name: str
     value: LiteralValue
-    line: int
-    start: int
-    end: int
+    line: int  # the first, from 1
+    span: slice  # of its right side in the UTF-8 text
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Submission:
                         if _is_tile_literal(value):
                             start = starts[right.lineno - 1] + right.col_offset
                             end = starts[(right.end_lineno or 0) - 1] + (right.end_col_offset or 0)
-                            found[name] = Literal(name, value, node.lineno, start, end)
+                            found[name] = Literal(name, value, node.lineno, slice(start, end))
         return found
 
     @property
@@ -126,10 +124,10 @@ class Submission:
         for name, literal in reversed(self.literals.items()):
             value, old = values.get(name, literal.value), literal.value
             if not _is_tile_literal(value) or not _same_kind(value, old):
-                kind = type(old).__name__
-                raise SubmissionError(f"got {name}={value!r}, expected type {kind} as in the source ({old!r})")
+                expected = f"type {type(old).__name__} as in the source ({old!r})"
+                raise SubmissionError(f"got {name}={value!r}, expected {expected}")
             if repr(value) != repr(old):
-                text = text[: literal.start] + repr(value).encode() + text[literal.end :]
+                text = text[: literal.span.start] + repr(value).encode() + text[literal.span.stop :]
         return Submission(text.decode(), self.name)
 
     def diff(self, other: Submission) -> str:
@@ -156,8 +154,7 @@ class Submission:
 
 def read_file(path: Path, most_bytes: int = -1) -> bytes:
     """Read a file, or so many bytes of it; raises OSError for a device or a pipe, which may never end."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a file")
     with path.open("rb") as file:
         return file.read(most_bytes)

@@ -171,10 +171,9 @@ def time_case(
     def tell(line: str) -> None:
         say(f"{case.name}: {line}")
 
-    where = backend.detect()
-    on_cpu = where.kind == "cpu"
-    seeds = range(seed, seed + _sets_that_fit(case, sizes, len(rungs)))
-    sets = [draw_inputs(case, sizes, seed=number, device=where.torch_device) for number in seeds]
+    on_cpu = backend.detect().kind == "cpu"
+    seeds, device = range(seed, seed + _sets_that_fit(case, sizes, len(rungs))), backend.detect().torch_device
+    sets = [draw_inputs(case, sizes, seed=number, device=device) for number in seeds]
     truths = [fused_truth(inputs) for inputs in sets]
     contenders: dict[str, Submission | Peer] = {**rungs, **({} if alone else {peer.name: peer for peer in PEERS})}
     candidates = [item for name, what in contenders.items() for item in _ready(name, what, sets, truths, tell)]
@@ -271,7 +270,7 @@ def _roofs(on_cpu: bool) -> list[Candidate]:
 
 def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, float]:
     """Why the last results are wrong, empty if all are within the judge's tolerance, and their relative error."""
-    error = 0.0
+    errors = []
     for number, truth in enumerate(truths):
         kept = candidate.kept[number]
         result = (kept if candidate.rows is None else kept[candidate.rows]).float()
@@ -280,12 +279,11 @@ def _check(candidate: Candidate, truths: Sequence[torch.Tensor]) -> tuple[str, f
         off = ~((result - truth).abs() <= JUDGE_TOLERANCE * (1 + truth.abs()))
         if off.any():
             row, column = map(int, off.nonzero()[0])
-            return (
-                f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column "
-                f"{column}: {float(result[row, column]):.4g} instead of {float(truth[row, column]):.4g}"
-            ), math.inf
-        error = max(error, float((result - truth).norm() / truth.norm().clamp(min=1e-30)))
-    return "", error
+            found = f"wrong result: {int(off.sum())} elements outside the tolerance, the first at row {row}, column"
+            got, wanted = float(result[row, column]), float(truth[row, column])
+            return f"{found} {column}: {got:.4g} instead of {wanted:.4g}", math.inf
+        errors.append(float((result - truth).norm() / truth.norm().clamp(min=1e-30)))
+    return "", max(errors)
 
 
 def bound_ms(rows: Sequence[Measurement]) -> float:
@@ -384,14 +382,13 @@ def summary(folder: Path | None = None) -> list[str]:
     for today, beside, ladder in _records(folder):
         rivals = ladder if ladder in beside else beside[-1]
         ours, peer, step = ladder.step, rivals.peer, rivals.step
-        bounds = [run.step.median_ms / run.bound for run in today]
-        peers = [run.peer.median_ms / run.step.median_ms for run in beside]
+        bounds = _spread([run.step.median_ms / run.bound for run in today])
+        peers = _spread([run.peer.median_ms / run.step.median_ms for run in beside])
         other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {rivals.id}"
         lines.append(
-            f"{ours.case} bound_ratio={_spread(bounds)} vs_best_peer={_spread(peers)} {ours.device}; run {ladder.id}: "
+            f"{ours.case} bound_ratio={bounds} vs_best_peer={peers} {ours.device}; run {ladder.id}: "
             f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / ladder.bound:.3f} x bound {ladder.bound:.4f} ms, "
-            f"best peer {peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x "
-            f"{step.name}{other}"
+            f"best peer {peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {step.name}{other}"
         )
     return lines
 
