@@ -384,11 +384,11 @@ def summary(folder: Path | None = None) -> list[str]:
         ours, peer, step = ladder.step, rivals.peer, rivals.step
         bounds = _spread([run.step.median_ms / run.bound for run in today])
         peers = _spread([run.peer.median_ms / run.step.median_ms for run in beside])
-        other = "" if rivals is ladder else f" {step.median_ms:.4f} ms in run {rivals.id}"
+        than = step.name if rivals is ladder else f"{step.name} {step.median_ms:.4f} ms in run {rivals.id}"
         lines.append(
             f"{ours.case} bound_ratio={bounds} vs_best_peer={peers} {ours.device}; run {ladder.id}: "
             f"{ours.name} {ours.median_ms:.4f} ms = {ours.median_ms / ladder.bound:.3f} x bound {ladder.bound:.4f} ms, "
-            f"best peer {peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {step.name}{other}"
+            f"best peer {peer.name} {peer.median_ms:.4f} ms = {peer.median_ms / step.median_ms:.3f} x {than}"
         )
     return lines
 

@@ -73,9 +73,8 @@ def test_every_variant_can_be_made(name):
 
 
 def test_values_change_the_scale():
-    stds = {
-        v: make_inputs(CASE, values=v).stacked_expert_tokens.nan_to_num().std() for v in ("tiny", "normal", "large")
-    }
+    kinds = ("tiny", "normal", "large")
+    stds = {kind: make_inputs(CASE, values=kind).stacked_expert_tokens.nan_to_num().std() for kind in kinds}
     assert stds["large"] / stds["normal"] == pytest.approx(8, rel=0.01)
     assert stds["normal"] / stds["tiny"] == pytest.approx(256, rel=0.01)
 
@@ -121,10 +120,8 @@ def test_inputs_drawn_on_a_device_are_the_same_problem():
         for expert in range(4):
             assert weights[expert].float().std() == pytest.approx(length**-0.5, rel=0.03)
     assert not torch.equal(drawn.gate_w, drawn.up_w)
-    again = draw_inputs(case, sizes, seed=5)
-    assert all(
-        torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(drawn.args, again.args, strict=True)
-    )
+    for one, other in zip(drawn.args, draw_inputs(case, sizes, seed=5).args, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def test_weights_of_experts_without_rows_can_stay_zero():

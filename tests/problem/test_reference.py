@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,11 +51,12 @@ def test_the_grouped_layout_and_the_truth_give_the_naive_layer():
     layout = GroupedLayout.from_choices(choices, experts.num_experts)
     stacked, raw_weights, source = permute(tokens, choices, weights, layout)
     case = Case("layer", experts.num_experts, 16, 24, layout.num_rows)
-    inputs = make_inputs(case, layout.sizes)
-    for name, tensor in (("stacked_expert_tokens", stacked), ("gate_w", experts.gate_w), ("up_w", experts.up_w)):
-        object.__setattr__(inputs, name, tensor)
-    object.__setattr__(inputs, "down_w", experts.down_w)
-    object.__setattr__(inputs, "routed_expert_weights", raw_weights)
+    inputs = replace(
+        make_inputs(case, layout.sizes),
+        stacked_expert_tokens=stacked,
+        routed_expert_weights=raw_weights,
+        **vars(experts),
+    )
     out = torch.zeros_like(stacked)
     out[torch.tensor(layout.raw_to_padded)] = fused_truth(inputs)
     naive = moe_per_expert(tokens, choices, weights, experts)

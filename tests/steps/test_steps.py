@@ -31,6 +31,17 @@ def writes_padding(name: str) -> bool:
     return any(entry.name == "c4_skip_empty" or entry.branch == "hopper" for entry in predecessors(name))
 
 
+def check_out(inputs: Inputs, padding: float | None = None, tolerance: float = 1e-3) -> None:
+    """Valid rows of out as the truth, and padding rows, if asked for, all of one value."""
+    # Rounding the hidden activation and the result to fp16 explains about 5e-4 of the largest value.
+    truth = fused_truth(inputs)
+    assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= tolerance * truth.abs().max()
+    if padding is not None:
+        rows = torch.ones(len(inputs.out), dtype=torch.bool, device=inputs.out.device)
+        rows[inputs.valid_rows] = False
+        assert inputs.out[rows].eq(padding).all()
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
     ("case", "sizes"),
@@ -42,13 +53,7 @@ def test_a_step_gives_the_truth_on_every_valid_row(name: str, case: Case, sizes:
     inputs.out.fill_(7.0)
     untouched = [tensor.clone() for tensor in inputs.args[:-1]]
     backend.load(step(name))(*inputs.args)
-    truth = fused_truth(inputs)
-    got = inputs.out[inputs.valid_rows].float()
-    # Rounding the hidden activation and the result to fp16 explains about 5e-4 of the largest value.
-    assert (got - truth).abs().max() <= 1e-3 * truth.abs().max()
-    padding = torch.ones(len(inputs.out), dtype=torch.bool)
-    padding[inputs.valid_rows] = False
-    assert inputs.out[padding].eq(0.0 if writes_padding(name) else 7.0).all()
+    check_out(inputs, 0.0 if writes_padding(name) else 7.0)
     for before, after in zip(untouched, inputs.args, strict=False):
         assert before.view(torch.uint8).equal(after.view(torch.uint8))
 
@@ -63,16 +68,11 @@ def test_a_step_on_a_gpu_gives_the_truth_and_writes_nowhere_else(name: str) -> N
     inputs = dataclasses.replace(inputs, out=room[block:-block])
     untouched = [tensor.clone() for tensor in inputs.args[:-1]]
     run_kernel = backend.load(step(name))
-    truth = fused_truth(inputs)
-    padding = torch.ones(len(inputs.out), dtype=torch.bool, device="cuda")
-    padding[inputs.valid_rows] = False
     # The second call meets the workspace that the first has left.
     for _ in range(2):
         inputs.out.fill_(7.0)
         run_kernel(*inputs.args)
-        got = inputs.out[inputs.valid_rows].float()
-        assert (got - truth).abs().max() <= 1e-3 * truth.abs().max()
-        assert inputs.out[padding].eq(0.0 if writes_padding(name) else 7.0).all()
+        check_out(inputs, 0.0 if writes_padding(name) else 7.0)
     assert room[:block].eq(7.0).all()
     assert room[-block:].eq(7.0).all()
     for before, after in zip(untouched, inputs.args, strict=False):
@@ -87,11 +87,7 @@ def check_on_a_gpu(run_kernel: Callable[..., None], inputs: Inputs, tolerance: f
     """One call into an out full of NaN: valid rows as the truth, padding rows 0."""
     inputs.out.fill_(float("nan"))
     run_kernel(*inputs.args)
-    truth = fused_truth(inputs)
-    assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= tolerance * truth.abs().max()
-    padding = torch.ones(len(inputs.out), dtype=torch.bool, device="cuda")
-    padding[inputs.valid_rows] = False
-    assert inputs.out[padding].eq(0.0).all()
+    check_out(inputs, 0.0, tolerance)
 
 
 @pytest.mark.gpu
@@ -215,8 +211,7 @@ def check_compiles(name: str, case: Case, groups: tuple[int, ...], device: str, 
         seen.clear()
         run_kernel(*inputs.args)
         asked = list(seen)
-        truth = fused_truth(inputs)
-        assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= 1e-3 * truth.abs().max()
+        check_out(inputs)
         return asked
 
     assert "kernel" in call(groups, 1)
@@ -259,8 +254,7 @@ def test_literals_of_a_step_can_be_changed_and_stay_right(name: str) -> None:
     inputs = make_inputs(SMALL, (1, 0, 129, 10), seed=4)
     changed = step(name).with_literals(STAGE1_BLOCK_N=64, STAGE2_BLOCK_K=32, STAGE1_PANEL=2)
     backend.load(changed)(*inputs.args)
-    truth = fused_truth(inputs)
-    assert (inputs.out[inputs.valid_rows].float() - truth).abs().max() <= 1e-3 * truth.abs().max()
+    check_out(inputs)
 
 
 @pytest.mark.parametrize(
