@@ -1,7 +1,5 @@
-"""Which device is here, what it can run, and what is missing.
-
-Three kinds of machine run the same submissions: a MetaX card (``maca``), an NVIDIA card (``cuda``) and a machine with
-neither (``cpu``). torch and TileLang are imported when they are first needed.
+"""Which device is here, what it can run, and what is missing: a MetaX card (``maca``), an NVIDIA card (``cuda``) or
+neither (``cpu``) runs the same submissions. torch and TileLang are imported when they are first needed.
 """
 
 from __future__ import annotations

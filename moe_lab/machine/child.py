@@ -1,11 +1,8 @@
 """Another Python process that answers requests: what may hang, crash, patch names or print does so over there.
 
-    with Child("moe_lab.speed.first_call:times_ms") as child:
-        times_ms = child.ask({"source": text}, timeout_s=60)
-
-The process starts with the first request and imports the function; it stays, so later requests find it warm. It runs
-in a session and a folder of its own. It ends with :meth:`Child.close`, with a request that is not answered in time,
-and when this process ends, however that ends; the next request starts a new one. Requests and answers are JSON.
+The process starts with the first request and stays warm, in a session and a folder of its own. It ends with
+:meth:`Child.close`, with a request that is not answered in time, and when this process ends, however that ends; the
+next request starts a new one. Requests and answers are JSON.
 """
 
 from __future__ import annotations
@@ -36,26 +33,17 @@ class ChildError(BackendError):
     """A request without an answer; its text is one line."""
 
     def __init__(self, text: str, message: str, ending: str = "") -> None:
-        """Keep the parts.
-
-        Args:
-            text: for people.
-            message: all that the error said, or the last that the process printed; at most 20000 characters.
-            ending: how the process ended: "exit code 3", "signal 9 (Killed)", "no answer in 60 s"; empty if it did
-                not, because the function raised.
-        """
         super().__init__(text)
-        self.message, self.ending = message, ending
+        self.message = message  #: all that the error said, or the last that the process printed, shortened
+        #: "exit code 3", "signal 9 (Killed)", "no answer in 60 s"; empty if the function raised and the process goes on
+        self.ending = ending
 
 
 class Child(contextlib.AbstractContextManager["Child"]):
     """One process; not for several threads at once.
 
-    Args:
-        function: "module:name" of a function of the package, called as ``name(say, **request)``; ``say(value)`` tells
-            the parent something before the answer.
-        python: an interpreter, this one by default.
-        environment: variables to set; None takes one away.
+    ``function`` is the "module:name" of a function of the package, called as ``name(say, **request)``; ``say(value)``
+    tells the parent something before the answer. ``environment`` has variables to set; None takes one away.
     """
 
     def __init__(
@@ -65,35 +53,27 @@ class Child(contextlib.AbstractContextManager["Child"]):
         self._process: subprocess.Popen[bytes] | None = None
         self._parts = contextlib.ExitStack()
 
-    def __exit__(self, *error: object) -> None:
-        """End the process."""
-        self.close()
-
     @property
     def running(self) -> bool:
         """Whether a process has started that the last request did not end."""
         return self._process is not None
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """End the process and what it started, and remove its folder."""
         self._process = None
         self._parts.close()
+
+    __exit__ = close
 
     def ask(
         self, request: Mapping[str, Any], *, timeout_s: float = math.inf,
         say: Callable[[Any], object] = lambda value: None, tick: Callable[[], object] = lambda: None,
     ) -> Any:  # fmt: skip
-        """Send a request and wait for its answer.
+        """Send the arguments of the function and wait for its answer; the start of the process counts as waiting.
 
-        Args:
-            request: arguments of the function.
-            timeout_s: seconds to wait, the start of the process included.
-            say: told what the function tells before it answers.
-            tick: called several times a second; what it raises ends the process and goes on.
-
-        Raises:
-            ChildError: for an exception of the function, a process that ended, or no answer in time.
-            BackendError: if the interpreter cannot be run.
+        ``say`` is told what the function tells before it answers. ``tick`` is called several times a second; what it
+        raises ends the process and goes on. Raises ChildError for an exception of the function, a process that ended,
+        or no answer in time, BackendError if the interpreter cannot be run.
         """
         try:
             if self._process is None:
@@ -109,9 +89,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         return value
 
     def _start(self) -> None:
-        folder = self._parts.enter_context(
-            tempfile.TemporaryDirectory(prefix="moe_lab_child_", ignore_cleanup_errors=True)
-        )
+        temporary = tempfile.TemporaryDirectory(prefix="moe_lab_child_", ignore_cleanup_errors=True)
+        folder = self._parts.enter_context(temporary)
         self._connection, theirs = Pipe()
         life, ours = os.pipe()
         self._parts.callback(os.close, ours)

@@ -1,18 +1,10 @@
-"""What TileLang's names mean on a machine with no GPU.
+"""What TileLang's names mean on a machine with no GPU, where its C backend alone cannot carry out a GPU's kernel.
 
-TileLang has a C backend, but kernels written for a GPU do not get through it: fragments have no layout there and
-shared memory no place. :func:`apply` gives the names of ``tilelang.language`` a meaning that one CPU core can carry
-out. A block runs from start to end before the next one begins, and the threads of a block become loops:
-
-- shared memory and fragments are local arrays, ``T.Parallel`` and ``T.Pipelined`` are serial loops;
-- barriers inside a block, layouts, swizzles, warp policies, copy widths and register hints change nothing;
-- ``T.gemm`` is a loop nest that the C++ compiler can vectorise (one sum per element, in order of k);
-- what only hardware can do (matrix instructions, TMA, memory barriers, warp specialisation, device code in C++) is
-  refused by name when it is used, never when it is imported, so that a file which picks a kernel for its device
-  still runs.
-
-What is dropped is said once, by a warning. Results are those of the kernel's arithmetic in the order written. Speed
-means nothing here, and what goes wrong between threads (a missing barrier) cannot show.
+A block runs from start to end before the next one begins, and its threads become loops: shared memory and fragments are
+local arrays, ``T.Parallel`` and ``T.Pipelined`` serial loops, ``T.gemm`` a loop nest (one sum per element, in order of
+k); barriers, layouts and hints change nothing, which is said once by a warning. What only hardware can do is refused by
+name when it is used, not when it is imported: a file may pick its kernel by device. Speed means nothing here, and what
+goes wrong between threads (a missing barrier) cannot show.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What devices can do: limits of a block and roofs, from ``data/devices.csv`` and ``data/device_figures.csv``.
-
-A figure is a range with a source. Three kinds are kept apart: "specification" (a vendor's paper, or read off the
-device), "measured" (reached on that device by a plain large matmul or copy: a roof) and "observed" (seen somewhere,
-but no roof: on a slice of a card, or by one kernel).
+"""What devices can do: limits and roofs from ``data/devices.csv`` and ``data/device_figures.csv``. A figure is a range
+with a source, of one of three kinds: "specification" (a vendor's paper, or read off the device), "measured" (reached on
+that device by a plain large matmul or copy: a roof) and "observed" (on a slice of a card, or by one kernel: no roof).
 """
 
 from __future__ import annotations
@@ -55,11 +53,6 @@ class Roof:
     peak_tflops: float  # dense fp16 arithmetic, above 0
     bandwidth_tbps: float  # device memory, above 0
     basis: Basis  # where the two come from
-
-    def __post_init__(self) -> None:
-        """Refuse a ceiling that is not above 0."""
-        if min(peak := self.peak_tflops, bandwidth := self.bandwidth_tbps) <= 0:
-            raise DataError(f"got a roof of {peak} TFLOP/s and {bandwidth} TB/s, expected both above 0")
 
     @property
     def ridge(self) -> float:
@@ -140,23 +133,13 @@ class Device(_Row):
 
 @functools.cache
 def devices() -> dict[str, Device]:
-    """Every device of ``data/devices.csv`` by its key, in the file's order.
-
-    Raises DataError for a row that does not fit, a figure given twice, or a device that lacks one it needs.
-    """
+    """Every device by its key, in the file's order; raises DataError for a row that does not fit or is given twice."""
     rows = load(data_dir() / "devices.csv", _Row, key=("name",))
     figures = load(data_dir() / "device_figures.csv", Figure, key=("device", "quantity", "basis"))
     if unknown := {figure.device for figure in figures} - {row.name for row in rows}:
         raise DataError(f"device_figures.csv: got {', '.join(sorted(unknown))}, expected keys of devices.csv")
-    limits = [value.quantity for value in vars(Device).values() if isinstance(value, _Limit) and value.instead is None]
-    found: dict[str, Device] = {}
-    for row in rows:
-        item = found[row.name] = Device(**vars(row), figures=tuple(each for each in figures if each.device == row.name))
-        needed: list[Quantity] = ["peak_fp16_tflops", "bandwidth_gbps"]
-        needed += limits if row.kind == "gpu" else ["processors"]
-        if missing := [quantity for quantity in needed if item.figure(quantity) is None]:
-            raise DataError(f"device_figures.csv: {row.name} has no {', '.join(missing)}, expected its specification")
-    return found
+    own = {row.name: tuple(figure for figure in figures if figure.device == row.name) for row in rows}
+    return {row.name: Device(**vars(row), figures=own[row.name]) for row in rows}
 
 
 def device(name: str, kind: Literal["gpu", "cpu"] | None = None) -> Device:

@@ -1,9 +1,7 @@
 """Timing that can be trusted: interleaved, warmed up, medians with an interval, and never across devices.
 
 Candidates take turns, forwards and then backwards, so that clocks and heat reach all of them alike. On a GPU a *cold*
-call finds its inputs in memory and not in the L2 cache: sets of inputs rotate, and a large buffer is read before every
-call, which also keeps the queue full while Python issues the next kernels. A CPU's caches are not controlled, and the
-record says so.
+call finds its inputs in memory and not in the L2 cache; a CPU's caches are not controlled, and the record says so.
 """
 
 from __future__ import annotations

@@ -33,14 +33,13 @@ _VOCABULARY: dict[str, tuple[LiteralValue, ...]] = {
 
 
 def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
-    """Values worth trying in the place of one.
+    """Values worth trying in the place of one; none need fit a card or be right: readout and judge say that.
 
-    A word of the field at the end of the name has its own values, see the table above. Otherwise they are the value's
-    neighbours of the same kind: of a power of two from 16 on, as tile sides are, powers of two from an eighth, at least
-    16, to four times the value; of another multiple of 16, as token tiles are, multiples of 32, or of 16 if it is none
-    of 32, up to twice the value; below 16, counts from 1 to twice the value, at least to 4; of True or False, both.
-    Anything else is a constant, not a tile: itself alone. What is offered need not fit a card or be right: that is
-    what the readout and the judge say.
+    The last word of the name may have its own values, see the table above. Otherwise they are neighbours of the same
+    kind. Of a power of two from 16 on, as tile sides are: powers of two from an eighth, at least 16, to four times the
+    value. Of another multiple of 16, as token tiles are: multiples of 32, or of 16 if it is none of 32, up to twice the
+    value. Below 16: counts from 1 to twice the value, at least to 4. Of True or False: both. Anything else is a
+    constant, not a tile: itself alone.
 
     >>> offered("BLOCK_K", 128)
     (16, 32, 64, 128, 256, 512)
@@ -62,8 +61,8 @@ def offered(name: str, value: LiteralValue) -> tuple[LiteralValue, ...]:
         return tuple(range(1, max(4, 2 * value) + 1))
     if value & (value - 1) == 0:
         return tuple(16 << shift for shift in range(value.bit_length() - 2) if value // 8 <= 16 << shift)
-    unit = next((unit for unit in (32, 16) if value % unit == 0), None)
-    return tuple(range(unit, 2 * value + 1, unit)) if unit else (value,)
+    unit = 32 if value % 32 == 0 else 16
+    return (value,) if value % unit else tuple(range(unit, 2 * value + 1, unit))
 
 
 def choices(submission: Submission) -> tuple[Choice, ...]:

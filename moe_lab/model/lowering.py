@@ -1,12 +1,7 @@
 """What a submission's host code asks TileLang for, and what TileLang makes of it for a device that is not here.
 
-``run_kernel`` is called in a child process with tensors that have a shape and no storage; the kernels that it asks for
-are noted, or lowered for a target instead of compiled and run, which takes seconds and no GPU. Check a stranger's file
-against the rules first.
-
-``sm_80`` shows what a kernel needs without a Hopper's special treatment, ``sm_90a`` what an H200 gets. ``gfx90a`` has
-64 lanes in a wave and 64 KiB of shared memory for a block, as the C500 has: the nearest public stand-in for its
-layout inference, and no more than a stand-in. ``cpu`` shows what runs with no GPU (:mod:`moe_lab.machine.cpu`).
+``run_kernel`` is called in a child process with tensors that have a shape and no storage, which takes seconds and no
+GPU. Check a stranger's file against the rules first.
 """
 
 from __future__ import annotations
@@ -35,7 +30,8 @@ from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
 
-#: TileLang's description of each target that can be lowered for, by the name used here.
+#: TileLang's description of each target. sm_80 shows what a kernel needs without a Hopper's special treatment. gfx90a
+#: has 64 lanes in a wave and 64 KiB of shared memory for a block: the nearest public stand-in for the C500, no more.
 TARGETS: dict[str, dict[str, str]] = {
     "sm_80": {"kind": "cuda", "arch": "sm_80"},
     "sm_90a": {"kind": "cuda", "arch": "sm_90a"},

@@ -1,7 +1,5 @@
-"""What a case must do and how fast a device could do it: FLOPs, compulsory bytes, intensity, bounds.
-
-Only useful work counts. Rows of padding are computed by most kernels, but nobody asked for them, so they are shown
-beside the work (``padded_flops``) and never as part of it.
+"""What a case must do and how fast a device could do it: FLOPs, compulsory bytes, intensity, bounds. Only useful work
+counts: rows of padding, which most kernels compute, stand beside it (``padded_flops``) and are never part of it.
 """
 
 from __future__ import annotations
@@ -54,25 +52,14 @@ class CaseWork:
 def work(
     case: Case, sizes: Sequence[int] | None = None, *, weight_passes: float = 1.0, block: int = BLOCK_TOKEN
 ) -> CaseWork:
-    """Count the useful operations and compulsory bytes of a case.
+    """Count the useful operations and compulsory bytes of a case: what every bound in this project rests on.
 
-    Stage 1 does 4*H*I*N operations, stage 2 does 2*H*I*N. Bytes are fp16: gate, up and down weights once, tokens read,
-    hidden written and read, results written. Route weights and the few integers are left out: less than 0.01% of it.
-    The hidden activation counts because two stages pass it through memory; a cache that kept all of it would save 4%
-    of the bytes in case 1 and 1% in the others.
-
-    Args:
-        case: sizes.
-        sizes: valid rows of each expert, E integers that sum to N; balanced by default. Experts with no row read no
-            weight.
-        weight_passes: how often each weight crosses device memory, at least 1.
-        block: rows of a block, for ``padded_flops``.
-
-    Raises:
-        ContractError: for sizes that do not fit the case, or fewer than one pass.
-
-    Source:
-        definition used for every bound in this project; the guide of the contest has max(flops/peak, bytes/bandwidth).
+    Stage 1 does 4*H*I*N operations, stage 2 does 2*H*I*N. Bytes are fp16: gate, up and down weights ``weight_passes``
+    times, tokens read, hidden written and read (a cache that kept all of it would save 4% of the bytes in case 1, 1% in
+    the others), results written. Route weights and the few integers are left out: less than 0.01% of it. ``sizes`` are
+    the valid rows of each expert, E integers that sum to N, balanced by default; experts with no row read no weight.
+    ``block`` is the rows of a block, for ``padded_flops``. Raises ContractError for sizes that do not fit the case, or
+    fewer than one pass.
 
     >>> from moe_lab.problem.contract import CASES
     >>> done = work(CASES[1]).whole

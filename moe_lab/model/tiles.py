@@ -1,9 +1,7 @@
 """What a tile costs and whether a device can pay: shared memory, registers, threads, waves, reads of the weights.
 
-Shared memory is predicted as TileLang lays it out: a buffer that a pipelined loop fills from device memory exists
-once per stage, and buffers whose lifetimes do not meet share their bytes. The prediction equals what TileLang lowers
-for sm_80, byte for byte, over the shapes that the tests try; on a Hopper alignment and barriers come on top. Registers
-are a lower bound: fragments spread evenly over the threads, with nothing for indices and copies in flight.
+Shared memory is predicted as TileLang lays it out for sm_80, byte for byte over the shapes that the tests try; on a
+Hopper alignment and barriers come on top. Registers are a lower bound: nothing for indices and copies in flight.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""What a submission launches, read from the TIR that TileLang's own front end builds.
+"""What a submission launches, read from the TIR that TileLang's own front end builds; nothing is lowered.
 
-    launches(submission, case, layout)   waits: about 60 ms for an ordinary file, 0.4 s for the largest step
-    peek(submission, case, layout)       the answer if it is known by now, else None: never waits
-    ahead([(submission, case, layout)])  work these out while nobody waits, the last one first
-
-One warm child process calls ``run_kernel`` with tensors that have no storage (:mod:`moe_lab.model.lowering`) and walks
-each PrimFunc; nothing is lowered. Host code runs there, bounded in time and memory: pass
-``load="moe_lab.judge.sandbox:load"`` for a stranger's file. Answers are kept by source and sizes.
+One warm child process calls ``run_kernel`` with tensors that have no storage (:mod:`moe_lab.model.lowering`), bounded
+in time and memory, and walks each PrimFunc: about 60 ms for an ordinary file, 0.4 s for the largest step.
 """
 
 from __future__ import annotations
@@ -310,15 +305,14 @@ class _Walk:
         self.buffers: list[Buffer] = []
         for tensor, name in self.tensors.items():
             self.add(tensor, name, "global")
-        body, notes, attributes = tuple(self.nodes(node)), node.block.annotations, self.kernel.function.attrs
+        body, notes, attributes = tuple(self.nodes(node)), node.block.annotations, dict(self.kernel.function.attrs)
         calls = [
             Call(name, next((str(each.value) for each in call.args if _kind(each) == "StringImm"), ""))
             for call in self.inside(node, "Call")
             if (name := _operator(call)) and not name.endswith(("region", "access_ptr", "type_annotation"))
         ]
         return Launch(
-            str(attributes["global_symbol"]) if "global_symbol" in attributes else "", grid,
-            math.prod(map(int, notes["tl.launch_threads"])),
+            str(attributes.get("global_symbol", "")), grid, math.prod(map(int, notes["tl.launch_threads"])),
             {name.lower().replace(".", "_"): value for name, value in self.kernel.pass_configs.items()},
             str(notes.get("pragma_import_c", "")), _once(calls), tuple(self.buffers), body,
         )  # fmt: skip
@@ -339,8 +333,8 @@ class _Walk:
                         self.add(each, str(each.name), scope)
                 return self.nodes(node.block.body)
             case "IfThenElse":
-                then, other = self.nodes(node.then_case), self.nodes(node.else_case)
-                return [*self.reads(node.condition), Branch((tuple(then), tuple(other)))]
+                ways = tuple(self.nodes(node.then_case)), tuple(self.nodes(node.else_case))
+                return [*self.reads(node.condition), Branch(ways)]
             case "While":
                 trips = Unknown(f"`while {node.condition}` ends at run time")
                 return [Loop("", trips, None, (), (tuple(self.nodes(node.body)),))]
@@ -365,8 +359,7 @@ class _Walk:
             return Loop(str(node.loop_var.name), trips, stages, tuple(map(str, notes)), (tuple(body),))
         # A loop nest over single elements is one statement.
         ops = list(every(body, Op))
-        reads = _once(place for op in ops for place in op.reads)
-        writes = _once(place for op in ops for place in op.writes)
+        reads, writes = (_once(place for op in ops for place in getattr(op, way)) for way in ("reads", "writes"))
         reading = {place: trips * count for place, count in moved(body).items()}
         pure = bool(reading) and bool(writes) and all(op.pure_copy or not op.writes for op in ops)
         return Op("other", reads, writes, reading, 0, pure)
@@ -376,31 +369,32 @@ class _Walk:
         self.functor.post_order_visit(node, lambda each: found.append(each) if _kind(each) == kind else None)
         return found
 
-    def loads(self, node: Any) -> list[int]:
-        """Places of all buffers that an expression loads from, one for each load."""
-        buffers = [load.buffer for load in self.inside(node, "BufferLoad")]
-        return [self.places[buffer] for buffer in buffers if buffer in self.places]
+    def scope(self, buffer: Any) -> str:
+        """Empty for what is no memory of a block and no argument, as a barrier is."""
+        return self.buffers[self.places[buffer]].scope if buffer in self.places else ""
+
+    def loads(self, *exprs: Any) -> list[Any]:
+        """Buffers that expressions load from, one for each load."""
+        found = [load.buffer for expr in exprs for load in self.inside(expr, "BufferLoad")]
+        return [buffer for buffer in found if buffer in self.places]
+
+    def other(self, loads: Sequence[Any], writes: tuple[int, ...] = (), pure_copy: bool = False) -> Op:
+        moved = Counter(self.places[buffer] for buffer in loads if self.scope(buffer) == "global")
+        return Op("other", _once(self.places[buffer] for buffer in loads), writes, dict(moved), 0, pure_copy)
 
     def reads(self, expr: Any) -> list[Node]:
         """What an expression reads; of device memory only where every element reads it."""
-        found = [place for place in self.loads(expr) if self.elements or self.scope(place) != "global"]
+        found = [buffer for buffer in self.loads(expr) if self.elements or self.scope(buffer) != "global"]
         return [self.other(found)] if found else []
 
-    def scope(self, place: int | None) -> str:
-        return "" if place is None else self.buffers[place].scope
-
-    def other(self, loads: Sequence[int], writes: tuple[int, ...] = (), pure_copy: bool = False) -> Op:
-        moved = Counter(place for place in loads if self.scope(place) == "global")
-        return Op("other", _once(loads), writes, dict(moved), 0, pure_copy)
-
     def store(self, node: Any) -> Op:
-        target, value = self.places.get(node.buffer), node.value
-        loads = [place for part in (value, *node.indices) for place in self.loads(part)]
+        target, value = node.buffer, node.value
+        loads = self.loads(value, *node.indices)
         while _kind(value) == "Cast":
             value = value.value
-        source = self.places.get(value.buffer) if _kind(value) == "BufferLoad" else None
-        pure = self.scope(target).startswith("shared") and self.scope(source) == "global"
-        return self.other(loads, () if target is None else (target,), pure)
+        source = self.scope(value.buffer) if _kind(value) == "BufferLoad" else ""
+        pure = self.scope(target).startswith("shared") and source == "global"
+        return self.other(loads, (self.places[target],) if target in self.places else (), pure)
 
     def call(self, call: Any) -> list[Node]:
         regions = [arg.args for arg in getattr(call, "args", ()) if _operator(arg).endswith("region")]
@@ -411,9 +405,9 @@ class _Walk:
             if (place := self.places.get(load.buffer)) is not None:
                 reads += [place] * (int(access) & 1)
                 writes += [place] * (int(access) >> 1)
-                if int(access) == 1 and self.scope(place) == "global":
+                if int(access) == 1 and self.scope(load.buffer) == "global":
                     moved[place] = math.prod(map(self.number, extents))
         kind = next((kind for kind in ("gemm", "reduce", "copy") if kind in _operator(call)), "other")
         flops = 2 * math.prod(int(call.args[i]) for i in (5, 6, 7)) if kind == "gemm" else 0
-        pure = kind == "copy" and bool(moved) and all(self.scope(place).startswith("shared") for place in writes)
+        pure = kind == "copy" and bool(moved) and all(self.buffers[at].scope.startswith("shared") for at in writes)
         return [Op(kind, _once(reads), _once(writes), moved, flops, pure)]
