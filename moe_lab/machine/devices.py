@@ -40,10 +40,6 @@ class Figure:
         if not 0 <= self.low <= self.high:
             raise ValueError(f"got {self.quantity} from {self.low} to {self.high}, expected 0 <= low <= high")
 
-    def __str__(self) -> str:
-        """The number, or the range."""
-        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
-
 
 @dataclass(frozen=True)
 class Roof:

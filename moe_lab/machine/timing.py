@@ -7,6 +7,7 @@ call finds its inputs in memory and not in the L2 cache; a CPU's caches are not 
 from __future__ import annotations
 
 import functools
+import random
 import secrets
 import statistics
 import time
@@ -56,22 +57,15 @@ def summarise(name: str, times_ms: Sequence[float], *, device: str, cache: Cache
     if not times_ms or not all(value > 0 for value in times_ms):
         raise ContractError(f"got times {list(times_ms)} for {name}, expected at least one, each above 0 ms")
     median = float(statistics.median(times_ms))
-    low, high = _interval(_medians(times_ms, 0))
+    resampled = sorted(_medians(times_ms, 0))
+    low, high = (resampled[round(share * _RESAMPLES)] for share in (0.025, 0.975))
     return Timing(name, device, cache, tuple(times_ms), median, min(low, median), max(high, median))
 
 
-def _medians(times_ms: Sequence[float], seed: int) -> Any:
+def _medians(times_ms: Sequence[float], seed: int) -> list[float]:
     """Medians of 2000 resamples."""
-    import numpy as np
-
-    return np.median(np.random.default_rng(seed).choice(times_ms, (_RESAMPLES, len(times_ms))), axis=1)
-
-
-def _interval(resampled: Any) -> tuple[float, float]:
-    import numpy as np
-
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return float(low), float(high)
+    draw = random.Random(seed)
+    return [statistics.median(draw.choices(times_ms, k=len(times_ms))) for _ in range(_RESAMPLES)]
 
 
 def interleave(
@@ -129,17 +123,8 @@ def _gpu_clock() -> Callable[[Callable[[], Any]], Callable[[], float]]:
     return clock
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """How many times faster one candidate is than another, with a 95% bootstrap interval."""
-
-    ratio: float
-    low: float
-    high: float
-
-
-def speedup(one: Timing, other: Timing) -> Speedup:
-    """Median of ``other`` over median of ``one``: above 1 means that ``one`` is faster.
+def faster(one: Timing, other: Timing) -> bool:
+    """Whether ``one`` is faster, by the 95% bootstrap interval of the ratio of medians.
 
     Raises ContractError if the two were timed on different devices or with another state of the cache.
     """
@@ -149,7 +134,8 @@ def speedup(one: Timing, other: Timing) -> Speedup:
     if one.cache != other.cache:
         found = f"got {one.name} with a {one.cache} cache and {other.name} with a {other.cache} one"
         raise ContractError(f"{found}, expected the same")
-    return Speedup(other.median_ms / one.median_ms, *_interval(_medians(other.times_ms, 1) / _medians(one.times_ms, 2)))
+    resampled = zip(_medians(other.times_ms, 1), _medians(one.times_ms, 2), strict=True)
+    return sorted(theirs / ours for theirs, ours in resampled)[round(0.025 * _RESAMPLES)] > 1
 
 
 @dataclass(frozen=True)
@@ -212,10 +198,7 @@ def new_run() -> tuple[str, str]:
 
 
 def record(rows: Sequence[Measurement], folder: Path | None = None) -> Path:
-    """Write the rows of one run to a file in ``data/measurements``: complete or not at all, no other run is touched.
-
-    Raises ContractError for no rows, or rows of several runs.
-    """
+    """Write the rows of one run to a file of its own, complete or not at all; raises ContractError for others."""
     runs = {row.run for row in rows}
     if len(runs) != 1:
         raise ContractError(f"got rows of {len(runs)} runs, expected rows of one")

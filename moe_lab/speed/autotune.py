@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_lab.machine import backend
 from moe_lab.machine.devices import Device, reported_as
-from moe_lab.machine.timing import Timing, speedup
+from moe_lab.machine.timing import Timing, faster
 from moe_lab.model import tiles
 from moe_lab.model.choices import choices
 from moe_lab.problem.contract import Case
@@ -95,7 +95,7 @@ def tune(
         timings = _time(rungs, case, sizes, rounds, say)
         timed, failed = timed + len(timings) - 2, failed + len(rungs) - len(timings)
         winner = min(timings, key=lambda label: timings[label].median_ms)
-        if winner in ("source", "best") or speedup(timings[winner], timings["best"]).low <= 1:
+        if winner in ("source", "best") or not faster(timings[winner], timings["best"]):
             winner = "best"
         else:
             say(f"{winner}: {timings['best'].median_ms:.4f} ms becomes {timings[winner].median_ms:.4f} ms")

@@ -5,12 +5,12 @@ import pytest
 
 from moe_lab.machine.timing import (
     Measurement,
+    faster,
     interleave,
     measurements,
     new_run,
     newest_runs,
     record,
-    speedup,
     summarise,
 )
 from moe_lab.problem.errors import ContractError, DataError
@@ -73,20 +73,20 @@ def test_settings_that_time_nothing_are_refused(settings):
         interleave({"a": print}, **settings)
 
 
-def test_a_speedup_has_an_interval():
+def test_only_what_lies_outside_the_noise_is_faster():
     slow = summarise("slow", [4.0, 4.1, 3.9, 4.0], device="d", cache="cold")
     fast = summarise("fast", [2.0, 2.1, 1.9, 2.0], device="d", cache="cold")
-    got = speedup(fast, slow)
-    assert got.ratio == pytest.approx(2.0)
-    assert 1.8 < got.low <= 2.0 <= got.high < 2.2
+    same = summarise("same", [3.9, 4.1, 3.8, 4.0], device="d", cache="cold")
+    assert faster(fast, slow)
+    assert not any(faster(*pair) for pair in ((slow, fast), (same, slow), (slow, slow)))
 
 
 def test_devices_and_cache_states_are_never_compared():
     here = summarise("a", [1.0], device="NVIDIA H200", cache="cold")
     with pytest.raises(ContractError, match="a on NVIDIA H200 and b on MetaX C500, expected one device"):
-        speedup(here, summarise("b", [1.0], device="MetaX C500", cache="cold"))
+        faster(here, summarise("b", [1.0], device="MetaX C500", cache="cold"))
     with pytest.raises(ContractError, match="a cold cache and b with a dirty one"):
-        speedup(here, summarise("b", [1.0], device="NVIDIA H200", cache="dirty"))
+        faster(here, summarise("b", [1.0], device="NVIDIA H200", cache="dirty"))
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):
