@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from moe_lab.problem.contract import ENTRY_POINT
 
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Function: TypeAlias = ast.FunctionDef | ast.Lambda
 Marks: TypeAlias = frozenset[str]
 
 _NONE: Marks = frozenset()
@@ -28,7 +28,6 @@ _MAX_MARKS, _MAX_DOTS = 24, 12
 _FACTS = frozenset({"shape", "dtype", "device", "ndim", "numel", "size", "is_cuda", "dim", "stride"})
 _IDENTITY = frozenset({"id", "hash", "item", "tolist", "data_ptr", "sum"})
 _CREATES = re.compile(r"torch\.((zeros|ones|empty|full|rand|randn)(_like)?|randint|arange|linspace|eye|diag|tensor)")
-
 #: Expressions that may stand for whatever stands in them.
 _ONE_OF = (
     ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Starred, ast.Tuple, ast.ListComp, ast.SetComp, ast.GeneratorExp,
@@ -65,9 +64,13 @@ class Names:
         self._flows: list[tuple[Scope, str, ast.expr, Scope]] = []  # a name, its scope, a value of it and that one's
         self._marks: dict[ast.AST, Marks] = {}
         self._visit(tree, self.module)
-        for node, scope in self.nodes:
-            if isinstance(node, ast.Call):
-                self._pass_arguments(node, scope)
+        # What a call may give each parameter of a function of the file.
+        for call, scope in [(node, scope) for node, scope in self.nodes if isinstance(node, ast.Call)]:
+            placed = [*itertools.takewhile(lambda value: not isinstance(value, ast.Starred), call.args)]
+            for function in self._functions.get(getattr(call.func, "id", ""), ()):
+                known = [parameter.arg for parameter in parameters(function)]
+                given = [*zip(known, placed, strict=False), *((word.arg, word.value) for word in call.keywords)]
+                self._flows += [(self.scopes[function], name, value, scope) for name, value in given if name in known]
         for _ in range(_ROUNDS):
             self._marks = {}
             for home, name, value, scope in self._flows:
@@ -82,8 +85,7 @@ class Names:
     def _visit(self, node: ast.AST, scope: Scope) -> None:
         self.nodes.append((node, scope))
         self._bind(node, scope)
-        annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
-        if annotation is not None:
+        for annotation in filter(None, (getattr(node, "annotation", None), getattr(node, "returns", None))):
             self.annotated.update(ast.walk(annotation))
         if not isinstance(node, Function):
             for child in ast.iter_child_nodes(node):
@@ -97,18 +99,10 @@ class Names:
         pairs = [*zip([*arguments.posonlyargs, *arguments.args][::-1], arguments.defaults[::-1], strict=False)]
         for item, default in [*pairs, *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]:
             self._flows += [(inner, item.arg, default, scope)] if default else []
-        body = [*listed, *([node.body] if isinstance(node, ast.Lambda) else node.body)]
+        inside = {*listed, *([node.body] if isinstance(node, ast.Lambda) else node.body)}
         for child in [*ast.iter_child_nodes(arguments), *ast.iter_child_nodes(node)]:
             if child is not arguments:
-                self._visit(child, inner if child in body else scope)
-
-    def _pass_arguments(self, call: ast.Call, scope: Scope) -> None:
-        """What a call may give each parameter of a function of the file."""
-        for function in self._functions.get(getattr(call.func, "id", ""), ()):
-            inner, known = self.scopes[function], [parameter.arg for parameter in parameters(function)]
-            placed = itertools.takewhile(lambda value: not isinstance(value, ast.Starred), call.args)
-            given = [*zip(known, placed, strict=False), *((word.arg, word.value) for word in call.keywords)]
-            self._flows += [(inner, name, value, scope) for name, value in given if name in known]
+                self._visit(child, inner if child in inside else scope)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         match node:
@@ -119,10 +113,7 @@ class Names:
             case ast.ImportFrom(names=names, module=module, level=level):
                 for alias in names:
                     self._add(scope, alias.asname or alias.name, f"{'.' * level}{module or ''}.{alias.name}")
-            case (
-                ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name))
-            ):  # fmt: skip
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
                 self._add(scope, name)
             case ast.Global(names=names):
                 scope.globals.update(names)
@@ -135,7 +126,6 @@ class Names:
                 ast.AnnAssign(target=target, value=ast.expr() as value)
                 | ast.NamedExpr(target=target, value=value)
                 | ast.For(target=target, iter=value)
-                | ast.AsyncFor(target=target, iter=value)
                 | ast.comprehension(target=target, iter=value)
                 | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
             ):
@@ -215,10 +205,8 @@ class Names:
 
     def decorators(self, function: ast.AST, scope: Scope) -> list[tuple[ast.expr, set[str]]]:
         """Each decorator, and the TileLang names that it may be."""
-        return [
-            (node, self.tilelang(node.func if isinstance(node, ast.Call) else node, scope))
-            for node in getattr(function, "decorator_list", [])
-        ]
+        nodes = getattr(function, "decorator_list", [])
+        return [(node, self.tilelang(node.func if isinstance(node, ast.Call) else node, scope)) for node in nodes]
 
     def _find_kernels(self) -> set[Scope]:
         """Bodies of prim_funcs and macros, and jit functions that open a T.Kernel and hold no prim_func."""

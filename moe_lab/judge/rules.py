@@ -31,7 +31,7 @@ Text = Annotated[str, Field(min_length=1)]
 _Spelled: TypeAlias = tuple[str, ast.AST, bool]
 
 #: Kinds that only the contest enforces: under the open profile they are advice.
-CONTEST_ONLY: frozenset[str] = frozenset({"ruling", "limit"})
+_CONTEST_ONLY = ("ruling", "limit")
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,10 @@ class _Policy:
     rules: list[Rule]
 
 
-def _read() -> _Policy:
-    path = data_dir() / "rules.json"
-    try:
-        return TypeAdapter(_Policy).validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-
-
-_POLICY = _read()
+try:
+    _POLICY = TypeAdapter(_Policy).validate_json((data_dir() / "rules.json").read_bytes())
+except (OSError, ValueError) as error:
+    raise DataError(f"{data_dir() / 'rules.json'} cannot be read: {error}") from None
 #: Lists of words by name.
 WORDS = {name: " ".join(lines).split() for name, lines in _POLICY.words.items()}
 #: Every rule by id, in the order of ``data/rules.json``.
@@ -101,14 +96,10 @@ _PATTERNS = [
 
 @functools.lru_cache(1 << 16)
 def broken(name: str, where: str) -> tuple[tuple[Rule, Level, str], ...]:
-    """The rules that the use of a name breaks, at which level, and what is said of it but for the {text} of the place.
+    """The rules that a name breaks in "host" code or in a "kernel", their levels, and what is said but for the {text}.
 
-    Args:
-        name: spelled as above.
-        where: "host" for code that runs in the sandbox, "kernel" for what TileLang traces.
-
-    >>> [(rule.id, said) for rule, _, said in broken("torch.cuda.synchronize", "host")]
-    [('torch-name', 'got torch.cuda.synchronize')]
+    >>> [(rule.id, said) for rule, _, said in broken("torch.cuda", "host")]
+    [('torch-name', 'got torch.cuda')]
     """
     short = name.removeprefix("import.")
     last, value = short.rpartition(".")[2], short.rpartition("=")[2]
@@ -129,7 +120,7 @@ def explain(rule_id: str | None = None) -> str:
         near = difflib.get_close_matches(rule_id, RULES, n=3, cutoff=0.4) or list(RULES)[:3]
         raise RuleError(f"got rule {rule_id!r}, expected an id such as {', '.join(near)}; `moe-lab explain` lists all")
     rule = RULES[rule_id]
-    scope = "the contest's own: advice under --profile open" if rule.kind in CONTEST_ONLY else "under every profile"
+    scope = "the contest's own: advice under --profile open" if rule.kind in _CONTEST_ONLY else "under every profile"
     return "\n".join([
         f"{rule.id} ({rule.kind}, {rule.level}; {scope})", "", rule.sentence, "",
         f"Why     {rule.why}", f"Do      {rule.fix}", f"Known   {rule.confidence}: {rule.source}", "",
@@ -173,8 +164,7 @@ class _Checker:
     """One pass over one file."""
 
     def __init__(self, submission: Submission, profile: Profile) -> None:
-        self.profile = profile
-        self.tree = submission.tree
+        self.profile, self.tree = profile, submission.tree
         # Bytes split where Python's lines end and nowhere else.
         self.lines = submission.source.encode().splitlines()
         self.names = Names(self.tree)
@@ -189,7 +179,7 @@ class _Checker:
     def _look_up(self, spelled: Iterable[_Spelled], where: str) -> None:
         for name, place, sure in spelled:
             for rule, level, said in broken(name, where):
-                if not sure or (self.profile == "open" and rule.kind in CONTEST_ONLY):
+                if not sure or (self.profile == "open" and rule.kind in _CONTEST_ONLY):
                     level = "advice"
                 line = getattr(place, "lineno", 1)
                 before = self.lines[line - 1][: getattr(place, "col_offset", 0)] if line <= len(self.lines) else b""
@@ -227,17 +217,15 @@ class _Checker:
         if not found:
             yield "entry.missing", self.tree, True
             return
-        node, scope, wanted = found[-1], self.names.scopes[found[-1]], [argument.name for argument in ARGUMENTS]
-        names, inside = (
-            [item.arg for item in parameters(node)],
-            (item for item, home in self.names.nodes if home is scope),
-        )
+        node, scope = found[-1], self.names.scopes[found[-1]]
+        names, wanted = [item.arg for item in parameters(node)], [argument.name for argument in ARGUMENTS]
         problems = {
             "decorator": node.decorator_list,
             f"parameters={len(names)}": len(names) != len(wanted),
             "form": node.returns or ast.unparse(node.args) != ", ".join(names),
-            "generator": any(isinstance(item, (ast.Yield, ast.YieldFrom)) for item in inside),
-        }
+            "generator": any(isinstance(item, (ast.Yield, ast.YieldFrom)) and home is scope
+                             for item, home in self.names.nodes),
+        }  # fmt: skip
         yield from ((f"entry.{problem}", node, True) for problem, there in problems.items() if there)
         for got, name in zip(names, wanted, strict=False):
             if got != name:
@@ -248,17 +236,15 @@ class _Checker:
     def _spelled(self, node: ast.AST, scope: Scope) -> Iterator[_Spelled]:
         yield from ((name, node, True) for name in self._names_of(node, scope))
         yield from self._kept(node, scope)
-        match node:
-            case ast.Call():
-                yield from self._call(node, scope)
-            case ast.Dict(keys=keys, values=values):
-                for key, value in zip(keys, values, strict=True):
-                    if key is not None:
-                        known = {mark[1:] for mark in self.names.marks(key, scope) if mark[0] == "="}
-                        for name in sorted(known | self.names.tilelang(key, scope)):
-                            yield from self._option(name, value, key, scope)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield from self._function(node, scope)
+        if isinstance(node, ast.Call):
+            yield from self._call(node, scope)
+        elif isinstance(node, ast.FunctionDef):
+            yield from self._function(node, scope)
+        elif isinstance(node, ast.Dict):
+            for key, value in [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key]:
+                known = {mark[1:] for mark in self.names.marks(key, scope) if mark[0] == "="}
+                for name in sorted(known | self.names.tilelang(key, scope)):
+                    yield from self._option(name, value, key, scope)
 
     def _names_of(self, node: ast.AST, scope: Scope) -> Iterator[str]:
         names, kind = self.names, "annotation." if node in self.names.annotated else ""
@@ -266,11 +252,8 @@ class _Checker:
             case ast.Import() | ast.ImportFrom():
                 base = "." * node.level + (node.module or "") + "." if isinstance(node, ast.ImportFrom) else ""
                 for alias in node.names:
-                    yield from (
-                        f"import.{base}{alias.name}",
-                        f"{base}{alias.name}",
-                        f"name.{alias.asname or alias.name}",
-                    )
+                    dotted = base + alias.name
+                    yield from (f"import.{dotted}", dotted, f"name.{alias.asname or alias.name}")
             case ast.Attribute(value=value, attr=attribute):
                 yield f"any.{attribute}"
                 libraries = names.library(node, scope)
@@ -287,8 +270,8 @@ class _Checker:
                     yield from (kind + library for library in names.library(node, scope))
                     if scope.owner(name) not in names.kernels and carried(names.marks(node, scope)) - {"@fresh"}:
                         yield f"traced.{name}"
-            case ast.Constant(value=str(value)) if kind:
-                yield f"{kind}text.{value}"
+            case ast.Constant(value=str(text)) if kind:
+                yield f"{kind}text.{text}"
             case ast.arg(arg=name):
                 yield f"name.{name}"
             case ast.BinOp(left=left, op=op, right=right) | ast.AugAssign(target=left, op=op, value=right):
@@ -301,8 +284,7 @@ class _Checker:
                 yield "write.tensor"
             case _:
                 yield f"syntax.{type(node).__name__}"
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    yield f"name.{node.name}"
+                yield from (f"name.{name}" for name in [getattr(node, "name", None)] if name)
 
     def _call(self, node: ast.Call, scope: Scope) -> Iterator[_Spelled]:
         names = self.names
@@ -326,54 +308,51 @@ class _Checker:
         bad = [item for item in spelled if broken(item, "host")]
         yield from ((item, place, len(bad) == len(spelled)) for item in bad)
 
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> Iterator[_Spelled]:
+    def _function(self, node: ast.FunctionDef, scope: Scope) -> Iterator[_Spelled]:
         known: set[str] = set()
         for decorator, names in self.names.decorators(node, scope):
             known |= names
             # One of several names that it may have is enough.
             best = next((name for name in ("jit", "prim_func", "macro", "autotune") if name in names), "other")
             yield f"decorator.{best}", decorator, True
-        if "prim_func" in known:
-            for parameter in parameters(node):
-                yield from self._annotation(parameter, scope)
-        elif "jit" in known and self.names.scopes[node] in self.names.kernels:
+        if "jit" in known and "prim_func" not in known and self.names.scopes[node] in self.names.kernels:
             yield f"eager.{node.name}", node, True
-
-    def _annotation(self, parameter: ast.arg, scope: Scope) -> Iterator[_Spelled]:
-        """The judge reads what annotates a prim_func's parameter without running it."""
-        match parameter.annotation:
-            case ast.Call(func=head) | ast.Subscript(value=head) if "Tensor" in self.names.tilelang(head, scope):
-                for part in ast.walk(parameter.annotation):
-                    if isinstance(part, ast.expr) and part is not parameter.annotation:
-                        kind = type(getattr(part, "op", part)).__name__
-                        foreign = isinstance(part, ast.Attribute) and not self.names.tilelang(part, scope)
-                        private = (getattr(part, "id", "") or getattr(part, "attr", "")).startswith("_")
-                        yield f"parameter.{'foreign' if foreign or private else kind}", part, True
-            case _:
+        # The judge reads what annotates a prim_func's parameter without running it.
+        for parameter in parameters(node) if "prim_func" in known else ():
+            whole = parameter.annotation
+            head = (
+                whole.func if isinstance(whole, ast.Call) else whole.value if isinstance(whole, ast.Subscript) else None
+            )
+            if whole is None or head is None or "Tensor" not in self.names.tilelang(head, scope):
                 yield "parameter.other", parameter, True
+                continue
+            for part in ast.walk(whole):
+                if isinstance(part, ast.expr) and part is not whole:
+                    kind = type(getattr(part, "op", part)).__name__
+                    foreign = isinstance(part, ast.Attribute) and not self.names.tilelang(part, scope)
+                    private = (getattr(part, "id", "") or getattr(part, "attr", "")).startswith("_")
+                    yield f"parameter.{'foreign' if foreign or private else kind}", part, True
 
     def _kept(self, node: ast.AST, scope: Scope) -> Iterator[_Spelled]:
         """What a statement puts into a container or a name that outlives the call."""
-        places: list[tuple[ast.expr, ast.expr | None, list[ast.expr]]] = []
+        places: list[tuple[ast.expr, ast.expr | None]] = []
+        values: list[ast.expr] = []
         match node:
             case ast.Assign(targets=targets, value=value):
-                for target in targets:
-                    base, key = (target.value, target.slice) if isinstance(target, ast.Subscript) else (target, None)
-                    if key is not None or getattr(target, "id", "") in scope.globals:
-                        places.append((base, key, [value]))
+                values = [value]
+                places += [(target.value, target.slice) for target in targets if isinstance(target, ast.Subscript)]
+                places += [(target, None) for target in targets if getattr(target, "id", "") in scope.globals]
             case ast.Call(func=ast.Attribute(value=base, attr="setdefault" | "insert"), args=[key, value]):
-                places.append((base, key, [value]))
-            case ast.Call(func=ast.Attribute(value=base, attr="append" | "add" | "update" | "extend"), args=values):
-                places.append((base, None, values))
-        for base, key, values in places:
-            name, marks = getattr(base, "id", ""), self.names.marks(base, scope)
-            if "store:" not in marks and name not in scope.globals:
+                places, values = [(base, key)], [value]
+            case ast.Call(func=ast.Attribute(value=base, attr="append" | "add" | "update" | "extend"), args=given):
+                places, values = [(base, None)], given
+        for base, index in places:
+            name = getattr(base, "id", "")
+            if name not in scope.globals and "store:" not in self.names.marks(base, scope):
                 continue
             kept = {mark[1:] for value in values for mark in carried(self.names.marks(value, scope))} - {"fresh"}
             yield from ((f"kept.{item}", node, True) for item in sorted(kept))
-            if key is not None and "identity:" in self.names.marks(key, scope):
+            if index is not None and "identity:" in self.names.marks(index, scope):
                 yield "kept_by_identity", node, True
-            inside = [part for value in values for part in ast.walk(value)]
-            counted = any(isinstance(part, ast.Name) and part.id == name for part in inside)
-            if counted and any(isinstance(part, ast.Add) for part in inside):
+            if {name, ast.Add} <= {getattr(part, "id", type(part)) for value in values for part in ast.walk(value)}:
                 yield "kept_count", node, True

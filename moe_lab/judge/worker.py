@@ -17,15 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_lab.judge import sandbox
 from moe_lab.judge.arena import map_file, share, tensors_in
+from moe_lab.judge.rules import WORDS
 from moe_lab.machine import backend
+from moe_lab.machine.timing import interleave
+from moe_lab.problem.contract import ENTRY_POINT
 from moe_lab.problem.errors import BackendError, MoeLabError
 from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
@@ -47,21 +51,19 @@ class _Garbage:
 
     def install(self) -> None:
         """Replace the functions before the sandbox takes its own references."""
+        torch.empty, torch.empty_like = self._filled(torch.empty), self._filled(torch.empty_like)
 
-        def filled(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-                made = create(*args, **kwargs)
-                self.filling = True
-                try:
-                    return self._fill(made)
-                finally:
-                    self.filling = False
+    def _filled(self, create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = create(*args, **kwargs)
+            self.filling = True
+            try:
+                return self._fill(made)
+            finally:
+                self.filling = False
 
-            wrapper.__name__ = create.__name__
-            return wrapper
-
-        torch.empty = filled(torch.empty)
-        torch.empty_like = filled(torch.empty_like)
+        wrapper.__name__ = create.__name__
+        return wrapper
 
     def _fill(self, tensor: Any) -> Any:
         if self.kind == "untouched" or tensor.numel() == 0:
@@ -70,16 +72,14 @@ class _Garbage:
             return tensor.zero_()
         generator = torch.Generator(device=tensor.device).manual_seed(self.seed)
         self.seed += 1
-        if tensor.is_floating_point():
-            if self.kind == "nan":
-                return tensor.fill_(float("nan"))
-            scale = {"noise": 3.0, "large": 2.0e4}[self.kind]
-            return tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device).mul_(scale))
-        return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.random_(generator=generator)
+        if not tensor.is_floating_point():
+            return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.random_(generator=generator)
+        scale = {"noise": 3.0, "large": 2.0e4, "nan": float("nan")}[self.kind]
+        return tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device).mul_(scale))
 
 
 class _TorchCompute(TorchDispatchMode):
-    """What torch computes in a call, however the file reaches it: the text cannot show every way.
+    """What torch computes in one call, however the file reaches it: the text cannot show every way.
 
     A few passes over the activations are small host-side uses, which the contest does not rule out; a matrix product
     is not small, and neither is one that is spelt out element by element.
@@ -89,12 +89,7 @@ class _TorchCompute(TorchDispatchMode):
 
     def __init__(self, garbage: _Garbage) -> None:
         super().__init__()
-        self._garbage = garbage
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin a new call."""
-        self._elements = 0
+        self._garbage, self._elements = garbage, 0
         self._pointwise: set[str] = set()
         self._products: set[str] = set()
 
@@ -108,63 +103,26 @@ class _TorchCompute(TorchDispatchMode):
             if isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex())
         ]
         name = func._schema.name.partition("::")[2].rstrip("_")
-        if made and name in PRODUCTS:
+        if made and name in WORDS["dispatched_products"]:
             self._products.add(name)
-        elif made and torch.Tag.pointwise in func.tags and name not in MOVES and not self._garbage.filling:
-            self._pointwise.add(name)
+        elif torch.Tag.pointwise in func.tags and name not in WORDS["dispatched_moves"] and not self._garbage.filling:
+            self._pointwise |= {name} if made else set()
             self._elements += sum(made)
         return result
 
     def names(self, activations: int) -> list[str]:
-        """Operations of the call that are more than host-side work.
-
-        Args:
-            activations: elements of one pass, P * (H + I).
-        """
+        """Operations of the call that are more than host-side work; ``activations`` of one pass are P * (H + I)."""
         many = self._elements > self.PASSES * activations
         return sorted(self._products | (self._pointwise if many else set()))
-
-
-#: Operations of torch that multiply matrices, and those that are called pointwise and compute nothing.
-PRODUCTS = frozenset({
-    "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addr", "linear", "convolution",
-    "_addmm_activation", "_scaled_mm", "_int_mm", "_cdist_forward", "_trilinear", "_grouped_mm", "_scaled_grouped_mm",
-    "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
-    "_efficient_attention_forward",
-})  # fmt: skip
-MOVES = frozenset({"copy", "_to_copy", "fill", "zero", "clone", "where", "masked_fill", "lift_fresh", "detach"})
-
-
-class _Launches:
-    """Counts kernel launches, so that an answer without a launch shows; or leaves them out."""
-
-    count, left_out = 0, False
-
-    def install(self) -> None:
-        from tilelang.jit import JITKernel
-
-        original = JITKernel.__call__
-
-        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return None if self.left_out else original(kernel, *args, **kwargs)
-
-        JITKernel.__call__ = counted
 
 
 class _Session:
     """Answers the judge's requests until the judge is gone; each ``on_`` method is one of them."""
 
     def __init__(self) -> None:
-        self._arenas: dict[int, Any] = {}
+        self._arenas: dict[int, tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]] = {}
         self._garbage = _Garbage()
-        self._launches = _Launches()
-        self._compute = _TorchCompute(self._garbage)
-        self._entry: Callable[..., Any] = lambda *_: None
-        self._sandboxed = False
-        self._path = ""
-        self._device = "cpu"
+        self._launches, self._left_out = 0, False  # kernels launched so far, and whether launches are left out
 
     def answer(self, event: str, **request: Any) -> Answer:
         """The answer to one request: "failed" for what the submission is not to blame for, "error" for the rest."""
@@ -184,7 +142,7 @@ class _Session:
         self._garbage.install()
         if tilelang:
             backend.prepare()
-            self._launches.install()
+            self._watch_launches()
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_FSIZE, file_bytes, "of a file (ulimit -f)")
         if self._device == "cpu":
@@ -192,18 +150,26 @@ class _Session:
             _limit(resource.RLIMIT_AS, used + memory_bytes, "of address space (ulimit -v)")
         return {}
 
-    def on_load(self, path: str, sandboxed: bool) -> Answer:
-        """Execute the file."""
-        # Counted before that: a thread that it starts while loading counts against it.
-        threads = threading.active_count()
-        self._path, self._sandboxed = path, sandboxed
-        source = Path(path).read_text(encoding="utf-8")
-        if sandboxed:
-            from moe_lab.judge import sandbox
+    def _watch_launches(self) -> None:
+        """Count launches, so that an answer without one shows; or leave them out."""
+        from tilelang.jit import JITKernel
 
-            self._entry = sandbox.load(source, path)
-        else:
-            self._entry = Submission(source, "submission.py").execute(Path(path).parent)["run_kernel"]
+        original = JITKernel.__call__
+
+        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self._launches += 1
+            return None if self._left_out else original(kernel, *args, **kwargs)
+
+        JITKernel.__call__ = counted
+
+    def on_load(self, path: str, sandboxed: bool) -> Answer:
+        """Execute the file; a thread that it starts meanwhile counts against it."""
+        threads, submission = threading.active_count(), Submission.from_file(path)
+        self._path, self._sandboxed = path, sandboxed
+        self._entry: Callable[..., Any] = (
+            sandbox.load(submission.source, path) if sandboxed
+            else submission.execute(Path(path).parent)[ENTRY_POINT]
+        )  # fmt: skip
         return {"threads": threads}
 
     def on_open(self, arena: int, path: str, size_bytes: int, places: list[Any]) -> Answer:
@@ -216,7 +182,6 @@ class _Session:
             except RuntimeError as error:
                 raise BackendError((str(error).strip() or type(error).__name__).splitlines()[0][:_TEXT_CHARS]) from None
             handle = share(memory)
-        # Where the judge cannot see the device's memory, the file carries its bytes.
         self._arenas[arena] = (memory, None if handle else file, list(tensors_in(memory, places)))
         return {"handle": handle}
 
@@ -228,43 +193,46 @@ class _Session:
             torch.cuda.empty_cache()
         return {}
 
-    def on_call(self, arena: int, garbage: str, seed: int) -> Answer:
-        """Call run_kernel once."""
-        # A fresh tensor object for each argument and call: an object that was seen before means nothing.
+    @contextlib.contextmanager
+    def _arguments(self, arena: int) -> Iterator[list[torch.Tensor]]:
+        """The tensors of an arena; where the judge cannot see the device's memory, a file carries their bytes."""
         memory, file, tensors = self._arenas[arena]
-        fresh = [tensor.view(tensor.shape) for tensor in tensors]
-        activations = fresh[0].shape[0] * (fresh[1].shape[-1] + fresh[1].shape[-2])
         if file is not None:
             memory.copy_(file)
-        self._garbage.kind, self._garbage.seed = garbage, seed
-        self._compute.forget()
-        launches, start = self._launches.count, time.perf_counter()
-        try:
-            with self._compute if self._sandboxed else contextlib.nullcontext():
-                returned = self._entry(*fresh)
-            self._synchronize()
-        finally:
-            self._garbage.kind = "untouched"
-        seconds = time.perf_counter() - start
+        yield tensors
+        self._synchronize()
         if file is not None:
             file.copy_(memory)
+
+    def on_call(self, arena: int, garbage: str, seed: int) -> Answer:
+        """Call run_kernel once."""
+        compute, launches = _TorchCompute(self._garbage), self._launches
+        with self._arguments(arena) as tensors:
+            # A fresh tensor object for each argument and call: an object that was seen before means nothing.
+            fresh = [tensor.view(tensor.shape) for tensor in tensors]
+            self._garbage.kind, self._garbage.seed, start = garbage, seed, time.perf_counter()
+            try:
+                with compute if self._sandboxed else contextlib.nullcontext():
+                    returned = self._entry(*fresh)
+                self._synchronize()
+            finally:
+                self._garbage.kind = "untouched"
+            seconds = time.perf_counter() - start
         return {
             "returned": None if returned is None else type(returned).__name__,
             "seconds": seconds,
-            "launches": self._launches.count - launches,
-            "computed": self._compute.names(activations),
+            "launches": self._launches - launches,
+            "computed": compute.names(tensors[0].shape[0] * (tensors[1].shape[-1] + tensors[1].shape[-2])),
             "threads": threading.active_count(),
         }
 
     def on_compile(self, tensors: list[list[Any]], baseline: bool) -> Answer:
-        """Call run_kernel without launching anything, so that what it compiles is in TileLang's cache.
+        """Call run_kernel, or the baseline, without a launch, so that what it compiles is in TileLang's cache.
 
-        Args:
-            tensors: shape, dtype and values of each argument; no values for one that host code has no use for.
-            baseline: whether the baseline is meant and not the submission.
+        ``tensors`` has shape, dtype and values of each argument; no values for one that host code has no use for.
         """
         entry = backend.load(step("s0_baseline")) if baseline else self._entry
-        self._launches.left_out = True
+        self._left_out = True
         # Without a launch the host code may stumble over its own answers; only calls say anything about a file.
         with contextlib.suppress(Exception):
             entry(*(
@@ -278,19 +246,13 @@ class _Session:
 
     def on_time(self, arena: int, rounds: int) -> Answer:
         """Time run_kernel and the baseline in turns on one input."""
-        from moe_lab.machine.timing import interleave
-
-        memory, file, (*inputs, out) = self._arenas[arena]
-        if file is not None:
-            memory.copy_(file)
-        baseline, other_out = backend.load(step("s0_baseline")), torch.zeros_like(out)
-        timings = interleave(
-            {"candidate": lambda _: self._entry(*inputs, out), "baseline": lambda _: baseline(*inputs, other_out)},
-            rounds=rounds,
-        )
-        self._synchronize()
-        if file is not None:
-            file.copy_(memory)
+        baseline = backend.load(step("s0_baseline"))
+        with self._arguments(arena) as (*inputs, out):
+            other_out = torch.zeros_like(out)
+            timings = interleave(
+                {"candidate": lambda _: self._entry(*inputs, out), "baseline": lambda _: baseline(*inputs, other_out)},
+                rounds=rounds,
+            )
         return {name: list(timing.times_ms) for name, timing in timings.items()}
 
     def _synchronize(self) -> None:
@@ -301,24 +263,21 @@ class _Session:
         """What the submission raised, and where."""
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename == self._path]
-        compiling = any(
-            "/tilelang/" in frame.filename and frame.name in ("compile", "lower", "_compile_and_create_adapter")
-            for frame in frames
-        )
-        launching = any("/tilelang/" in frame.filename for frame in frames) and not compiling
+        inside = {frame.name for frame in frames if "/tilelang/" in frame.filename}
+        compiling = inside & {"compile", "lower", "_compile_and_create_adapter"}
         try:
             text = str(error)
         except BaseException:  # noqa: BLE001 - the submission's own class, which may raise anything
             text = "its text cannot be made"
-        alive = event != "load"
         try:
             # A GPU's context does not survive a fault in a kernel.
             self._synchronize()
+            alive = event != "load"
         except RuntimeError:
             alive = False
         return {
             "loading": event == "load",
-            "stage": "compile" if compiling else "launch" if launching else "host",
+            "stage": "compile" if compiling else "launch" if inside else "host",
             "kind": type(error).__name__[:_TEXT_CHARS],
             "message": text[:_TEXT_CHARS],
             "line": own[-1].lineno if own else getattr(error, "lineno", None),
@@ -329,11 +288,7 @@ class _Session:
 
 
 def _limit(kind: int, amount: int, what: str = "") -> None:
-    """Limit this process and its children.
-
-    Raises:
-        BackendError: where they may use less already, which would be blamed on the submission.
-    """
+    """Limit this process and its children; BackendError where less is allowed, since the submission would be blamed."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY and hard < amount:
         raise BackendError(
@@ -344,11 +299,7 @@ def _limit(kind: int, amount: int, what: str = "") -> None:
 
 
 def serve(judge: socket.socket) -> None:
-    """Answer one judge, then end without running what the submission left behind.
-
-    Args:
-        judge: connected; one datagram holds one message.
-    """
+    """Answer one judge, one datagram a message, then end without running what the submission left behind."""
     session, owner = _Session(), os.getpid()
     while request := judge.recv(_REQUEST_BYTES):
         message = json.loads(request)

@@ -168,31 +168,6 @@ def test_torch_under_other_names(body: str) -> None:
     assert TORCH[body] in found(module("", body), level="violation")
 
 
-ESCAPES = {
-    "x = ().__class__.__base__.__subclasses__()": "dunder-attribute",
-    "x = (i for i in ()).gi_frame": "dunder-attribute",
-    "x = f'{out.__class__}'": "dunder-attribute",
-    "x = tilelang.env.os": "host-escape",
-    "x = out.adapter.lib.system(b'ls')": "host-escape",
-    "import tilelang.env as e\ne.os.getcwd()": "host-escape",
-    "from tilelang.contrib import nvcc": "host-escape",
-    "x = tilelang.language.eager.utils.disk_compile('x', 'y')": "host-escape",
-    "x = eval('1')": "banned-builtin",
-    "f = exec\nf('1')": "banned-builtin",
-    "x = (lambda: type)()": "banned-builtin",
-    "x = open('a')": "unavailable-builtin",
-    "x = out._base": "private-attribute",
-    "from tilelang import _ffi_api": "private-attribute",
-    "_getattr_ = len": "reserved-name",
-    "x = __builtins__": "reserved-name",
-}
-
-
-@pytest.mark.parametrize("body", ESCAPES)
-def test_ways_out_of_the_sandbox(body: str) -> None:
-    assert ESCAPES[body] in found(module("", body), "open", "violation")
-
-
 @pytest.mark.parametrize("text", ["x.__class__", "getattr(x, 'data')", "import os", "T.os.getcwd()"])
 def test_prim_funcs_are_untouched_but_not_lawless(text: str) -> None:
     assert found(kernel(text), level="violation")
