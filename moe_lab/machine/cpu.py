@@ -84,26 +84,24 @@ def _refuse(name: str, module: str = "T", use: str = "") -> Refused:
 
 
 def compiler() -> str:
-    """The C++ compiler that TileLang will call: CXX or CC if set, else g++, clang++ or c++ from the PATH.
-
-    Raises BackendError if there is none.
-    """
+    """The C++ compiler that TileLang will call (CXX, CC, or from the PATH); raises BackendError if there is none."""
     named = os.environ.get("CXX") or os.environ.get("CC")
-    if found := next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None):
-        return found
-    if named:
+    found = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++", "c++"])), None)
+    if found is None and named:
         raise BackendError(f"got CXX or CC = {named!r}, expected one program that can be run: unset it or correct it")
-    raise BackendError(
-        "got no C++ compiler, expected g++ or clang++ on the PATH (TileLang compiles kernels for the CPU with it): "
-        "`apt-get install g++`, `dnf install gcc-c++` or `conda install gxx`, or point CXX at one"
-    )
+    if found is None:
+        raise BackendError(
+            "got no C++ compiler, expected g++ or clang++ on the PATH (TileLang compiles kernels for the CPU with it): "
+            "`apt-get install g++`, `dnf install gcc-c++` or `conda install gxx`, or point CXX at one"
+        )
+    return found
 
 
 def compile_flags() -> list[str]:
     """Flags for the C++ compiler; they are part of TileLang's cache key.
 
-    The last one is a macro that no code reads. It carries what else a compiled kernel depends on: this file, the
-    compiler and the processor that ``-march=native`` stands for. A cache folder that two machines share stays right.
+    The last one, a macro that no code reads, carries what else a kernel depends on: this file, the compiler and the
+    processor that ``-march=native`` stands for. A cache folder that two machines share stays right.
     """
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     processor = [platform.machine(), platform.processor(), *cpuinfo("model name", "flags", "Features")]
@@ -127,8 +125,7 @@ def apply() -> None:
     flags = compile_flags()
     import tilelang
 
-    found = tuple(int(part) for part in re.findall(r"\d+", tilelang.__version__)[:3])
-    if found < _OLDEST:
+    if tuple(map(int, re.findall(r"\d+", tilelang.__version__)[:3])) < _OLDEST:
         raise BackendError(
             f"got tilelang {tilelang.__version__}, expected at least {'.'.join(map(str, _OLDEST))}: older ones cannot "
             "run kernels on a CPU; `pip install tilelang==0.1.15 apache-tvm-ffi==0.1.12`"
@@ -244,13 +241,13 @@ class _OtherBuilds(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if other_build else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        def missing(name: str) -> object:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            # A layout says where in shared memory an element lies: it changes neither sizes nor results.
-            return (lambda *args, **kwargs: None) if name.endswith("layout") else self._refuse(module.__name__, name)
+        module.__dict__["__getattr__"] = functools.partial(self._missing, module.__name__)
 
-        module.__dict__["__getattr__"] = missing
+    def _missing(self, module: str, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # A layout says where in shared memory an element lies: it changes neither sizes nor results.
+        return (lambda *args, **kwargs: None) if name.endswith("layout") else self._refuse(module, name)
 
 
 def accept_other_builds(refuse: Callable[[str, str], Refused]) -> None:
@@ -266,13 +263,12 @@ def accept_other_builds(refuse: Callable[[str, str], Refused]) -> None:
     kind: Any = type(keys)
 
     class Lenient(kind):
-        def __getattr__(self, name: str) -> Any:
+        def __getitem__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
             return self.__members__.get(name, f"unknown.{name}")
 
-        def __getitem__(self, name: str) -> Any:
-            return self.__getattr__(name)
+        __getattr__ = __getitem__
 
     keys.__class__ = Lenient
 
@@ -281,14 +277,10 @@ def _known_pass_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any
     """The entries that this TileLang knows; fast maths is left out, it asks for instructions of a GPU."""
     from tilelang import tvm
 
-    known = tvm.transform.PassContext.list_configs()
-    kept: dict[str, Any] = {}
-    for key, value in (pass_configs or {}).items():
-        name = str(getattr(key, "value", key))
-        if name not in known:
-            _say(f"pass config {name.removeprefix('unknown.')} is dropped on a CPU: this TileLang does not know it")
-        elif name != "tl.enable_fast_math":
-            kept[name] = value
+    given = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
+    for name in given.keys() - (known := tvm.transform.PassContext.list_configs().keys()):
+        _say(f"pass config {name.removeprefix('unknown.')} is dropped on a CPU: this TileLang does not know it")
+    kept = {name: value for name, value in given.items() if name in known and name != "tl.enable_fast_math"}
     # The C backend's vector types cannot be converted from one dtype to another; the C++ compiler vectorises anyway.
     return kept | {"tirx.disable_vectorize": True}
 
@@ -346,10 +338,9 @@ def _patch_gemm() -> None:
 
     def lower(self: Any, *where: Any, **more: Any) -> Any:
         M, N, K = self.M, self.N, self.K  # noqa: N806
-        A, B, C = self.ARegion.buffer, self.BRegion.buffer, self.CRegion.buffer  # noqa: N806
-        a0, a1 = (axis.min for axis in self.ARegion.region[-2:])
-        b0, b1 = (axis.min for axis in self.BRegion.region[-2:])
-        c0, c1 = (axis.min for axis in self.CRegion.region[-2:])
+        operands = (self.ARegion, self.BRegion, self.CRegion)
+        A, B, C = (operand.buffer for operand in operands)  # noqa: N806
+        (a0, a1), (b0, b1), (c0, c1) = ([axis.min for axis in operand.region[-2:]] for operand in operands)
         trans_a, trans_b, clear_accum, dtype = self.trans_A, self.trans_B, self.clear_accum, self.accum_dtype
 
         @T.prim_func
