@@ -95,7 +95,7 @@ def make_inputs(
     entries = experts + 1 if variant.offsets_length == "E+1" else experts
     block_map = layout.block_map
     if variant.block_map == "surplus":
-        # As in the operator's earlier public version: room for the worst case, the rest naming the last expert.
+        # As in the operator's earlier public version: room for the worst case.
         block_map += (experts - 1,) * (-(-layout.num_rows // layout.block) + experts - len(block_map))
     integers = (layout.sizes, layout.offsets[:entries], layout.padded_offsets[:entries], block_map)
     tensors = [tokens, *weights, route_weights, *(torch.tensor(row, dtype=torch.int32) for row in integers), out]

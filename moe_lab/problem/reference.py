@@ -19,11 +19,6 @@ class Experts:
     up_w: torch.Tensor
     down_w: torch.Tensor
 
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.gate_w.shape[0]
-
 
 def route(tokens: torch.Tensor, router_w: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax router with top-k renormalised weights, for tokens (T, H) and router_w (E, H).
@@ -59,7 +54,7 @@ def moe_per_expert(
 ) -> torch.Tensor:
     """The same sum, expert by expert: each weight is read once for all its tokens."""
     out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-    for expert in range(experts.num_experts):
+    for expert in range(len(experts.gate_w)):
         rows, slots = torch.where(choices == expert)
         if rows.numel():
             y = expert_ffn(experts, expert, tokens[rows].float())

@@ -1,7 +1,6 @@
-"""Find better literals for a submission on this machine, asking the resource model before the compiler.
+"""Find better literals for a submission on this machine, one at a time, asking the resource model before the compiler.
 
-One literal is varied at a time, the others stay at the best so far (coordinate search). What does not fit the device is
-not compiled, what is wrong is dropped, and a value replaces the incumbent only if it is faster beyond the noise.
+What is wrong is dropped, and a value replaces the best so far only if it is faster beyond the noise.
 """
 
 from __future__ import annotations

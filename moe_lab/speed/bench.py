@@ -171,9 +171,9 @@ def time_case(
     def tell(line: str) -> None:
         say(f"{case.name}: {line}")
 
-    on_cpu = backend.detect().kind == "cpu"
-    seeds, device = range(seed, seed + _sets_that_fit(case, sizes, len(rungs))), backend.detect().torch_device
-    sets = [draw_inputs(case, sizes, seed=number, device=device) for number in seeds]
+    where = backend.detect()
+    on_cpu, count = where.kind == "cpu", _sets_that_fit(case, sizes, len(rungs))
+    sets = [draw_inputs(case, sizes, seed=seed + number, device=where.torch_device) for number in range(count)]
     truths = [fused_truth(inputs) for inputs in sets]
     contenders: dict[str, Submission | Peer] = {**rungs, **({} if alone else {peer.name: peer for peer in PEERS})}
     candidates = [item for name, what in contenders.items() for item in _ready(name, what, sets, truths, tell)]

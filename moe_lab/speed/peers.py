@@ -43,15 +43,14 @@ def _weights(gate_w: torch.Tensor, up_w: torch.Tensor, down_w: torch.Tensor) -> 
     return torch.cat([gate_w, up_w], dim=1).bfloat16(), down_w.bfloat16()
 
 
+#: Frees the weights that peers keep in a layout of their own.
+forget_copies = _weights.cache_clear
+
+
 def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The valid rows, (N, H), gate and up weights in one tensor, and down weights."""
     rows = inputs.stacked_expert_tokens[inputs.valid_rows].bfloat16()
     return rows, *_weights(inputs.gate_w, inputs.up_w, inputs.down_w)
-
-
-def forget_copies() -> None:
-    """Free the weights that peers keep in a layout of their own."""
-    _weights.cache_clear()
 
 
 def _scaled(hidden: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> torch.Tensor:

@@ -48,9 +48,9 @@ def test_top_k_beyond_the_experts_is_refused():
 def test_the_grouped_layout_and_the_truth_give_the_naive_layer():
     tokens, choices, weights, experts = _layer(num_tokens=40)
     tokens, weights = tokens.half().float(), weights.float()
-    layout = GroupedLayout.from_choices(choices, experts.num_experts)
+    layout = GroupedLayout.from_choices(choices, num_experts=5)
     stacked, raw_weights, source = permute(tokens, choices, weights, layout)
-    case = Case("layer", experts.num_experts, 16, 24, layout.num_rows)
+    case = Case("layer", 5, 16, 24, layout.num_rows)
     inputs = replace(
         make_inputs(case, layout.sizes),
         stacked_expert_tokens=stacked,
