@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from moe_lab.machine import backend
 from moe_lab.machine.devices import Device, reported_as
@@ -103,9 +102,9 @@ def tune(
     # With nothing changed both figures are of one text, and their difference is noise.
     result = Tuned(changed, median_ms if changed else source_ms, source_ms, timed, pruned, failed)
     try:
-        path, entries = cache_file(), _read() | {_key(submission, case): asdict(result)}
+        path = cache_file(submission, case)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(entries, indent=1).encode())
+        write_atomic(path, json.dumps(asdict(result), indent=1).encode())
     # What was found took minutes, and is worth more than its record.
     except (OSError, MoeLabError) as error:
         say(f"fused_moe will not find this again: {error}")
@@ -150,30 +149,20 @@ def _time(
 def tuned(submission: Submission, case: Case) -> Submission:
     """A submission with what :func:`tune` found for this device, these versions, this source, E, H and I, if it did."""
     try:
-        values = _read()[_key(submission, case)]["values"].items()
+        values = json.loads(cache_file(submission, case).read_text(encoding="utf-8"))["values"].items()
         return submission.with_literals(**{name: tuple(v) if isinstance(v, list) else v for name, v in values})
-    # Nothing was found yet; nor must a cache that somebody edited keep the layer from running.
-    except (MoeLabError, KeyError, TypeError, AttributeError):
+    # Nothing was found yet; nor must a file that somebody edited keep the layer from running.
+    except (MoeLabError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return submission
 
 
-def cache_file() -> Path:
-    """Where results are kept: ``moe_lab/tuned.json`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lab" / "tuned.json"
-
-
-def _key(submission: Submission, case: Case) -> str:
+def cache_file(submission: Submission, case: Case) -> Path:
+    """Where a result is kept, in the user's cache folder: what :func:`tuned` goes by makes its name."""
     where = backend.detect()
     parts = [
         where.kind, where.name, submission.source_hash, f"{case.num_experts}x{case.hidden}x{case.intermediate}",
         *(f"{name}={version}" for name, version in sorted(backend.versions().items())),
     ]  # fmt: skip
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lab"
+    return folder / f"tuned_{key}.json"

@@ -52,10 +52,10 @@ ENTRY = "def run_kernel(x, gate_w, up_w, down_w, weights, sizes, offsets, padded
         (step("s0").source.replace("T.gemm(", "T.gemmm("), ContractError, r"got bad.py, which does not run .*T\.gemmm"),
     ],
 )
-def test_a_source_that_cannot_be_tuned_is_refused_and_nothing_is_remembered(text, error, says):
+def test_a_source_that_cannot_be_tuned_is_refused_and_nothing_is_remembered(text, error, says, tmp_path):
     with pytest.raises(error, match=f"^{says}"):
         autotune.tune(Submission(text, "bad.py"), CASE, rounds=1)
-    assert not autotune.cache_file().exists()
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_what_was_found_is_said_though_it_cannot_be_kept(tmp_path, monkeypatch):
@@ -77,8 +77,7 @@ def test_a_search_ends_with_what_it_timed_and_is_found_again():
     assert result.median_ms > 0
     assert set(result.values) <= {"STAGE1_BLOCK_N"}
     assert autotune.tuned(source, CASE).values == source.values | result.values
-    (entry,) = json.loads(autotune.cache_file().read_text()).values()
-    assert entry["values"] == result.values
+    assert json.loads(autotune.cache_file(source, CASE).read_text())["values"] == result.values
 
 
 @pytest.mark.gpu
@@ -95,11 +94,15 @@ def test_a_search_on_a_gpu_drops_what_its_figures_rule_out():
     assert autotune.tuned(source, case).values == source.values | result.values
 
 
+def keep(text):
+    path = autotune.cache_file(step("s0"), CASE)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
 def test_another_source_or_shape_is_another_entry(monkeypatch):
     source = step("s0")
-    path = autotune.cache_file()
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({autotune._key(source, CASE): {"values": {"STAGE2_BLOCK_N": 64}}}))
+    keep(json.dumps({"values": {"STAGE2_BLOCK_N": 64}}))
     assert autotune.tuned(source, CASE).values["STAGE2_BLOCK_N"] == 64
     assert autotune.tuned(source, Case("other", 2, 256, 128, 150)) is source
     other = source.with_literals(STAGE1_PANEL=4)
@@ -108,10 +111,8 @@ def test_another_source_or_shape_is_another_entry(monkeypatch):
     assert autotune.tuned(source, CASE) is source
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"KEY": {"values": {"NO_SUCH": 1}}}', '{"KEY": {"values": 3}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"values": {"NO_SUCH": 1}}', '{"values": 3}'])
 def test_a_broken_cache_is_no_cache(text):
     source = step("s0")
-    path = autotune.cache_file()
-    path.parent.mkdir(parents=True)
-    path.write_text(text.replace("KEY", autotune._key(source, CASE)))
+    keep(text)
     assert autotune.tuned(source, CASE) is source
