@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -26,12 +25,8 @@ _Spec = tuple[tuple[int, ...], str, "tuple[int, ...] | None"]
 _PATIENCE_S = 120.0
 
 
-class Ahead:
-    """Workers that compile what the groups of a plan need, in that order; a context manager that ends them.
-
-    Args:
-        processes: how many workers at most; with 0 nothing is compiled ahead.
-    """
+class Ahead(contextlib.AbstractContextManager["Ahead"]):
+    """Workers, ``processes`` at most, that compile what the groups of a plan need; a context manager that ends them."""
 
     def __init__(self, submission: Submission, plan: Plan, device: str, processes: int) -> None:
         self._new = lambda: Session(submission, replace(plan, groups=()), device, lambda text: None)
@@ -39,16 +34,14 @@ class Ahead:
         self._sessions: list[Session] = []
         self._idle: list[Session] = []
         self._pool = ThreadPoolExecutor(max(1, processes), "compile ahead")
-        self._jobs: dict[str, list[Future[None]]] = {}
+        self.jobs: list[Future[None]] = []
+        self._by_group: dict[str, list[Future[None]]] = {}
         # What several groups need is compiled once.
         submit = functools.cache(lambda *job: self._pool.submit(self._compile, *job))
         for group in plan.groups if processes else ():
             needed = specs(group)
-            self._jobs[group.name] = [submit(needed, baseline) for baseline in {False, group.timed_rounds > 0}]
-
-    def __enter__(self) -> Ahead:
-        """The workers start by themselves."""
-        return self
+            self._by_group[group.name] = [submit(needed, baseline) for baseline in {False, group.timed_rounds > 0}]
+            self.jobs += self._by_group[group.name]
 
     def __exit__(self, *_: object) -> None:
         """End the workers, wherever they are."""
@@ -61,15 +54,10 @@ class Ahead:
         for session in self._sessions:
             session.__exit__()
 
-    @property
-    def jobs(self) -> list[Future[None]]:
-        """Everything that was asked for."""
-        return [job for jobs in self._jobs.values() for job in jobs]
-
     def wait(self, group: Group, say: Progress) -> None:
         """Wait until the kernels of a group are compiled, or will not be; one on the device has it to itself then."""
         start = time.monotonic()
-        jobs = self.jobs if group.on_device else self._jobs.get(group.name, [])
+        jobs = self.jobs if group.on_device else self._by_group.get(group.name, [])
         while wait(jobs, timeout=0.1).not_done and (waited_s := time.monotonic() - start) <= _PATIENCE_S:
             say(f"{group.name}: compiling ({waited_s:.0f} s)")
         if group.on_device or not all(job.done() for job in jobs):
@@ -86,12 +74,6 @@ class Ahead:
                 session.__enter__()
             session.request("compile", self._limit_s, tensors=tensors, baseline=baseline)
             self._idle.append(session)
-
-
-def processes_for(device: str) -> int:
-    """How many workers compile ahead: none where the calls themselves need the processor."""
-    # A compiler keeps one core busy, and the judge, the worker and the driver want theirs.
-    return 0 if device == "cpu" else len(os.sched_getaffinity(0)) * 3 // 4
 
 
 def specs(group: Group) -> tuple[_Spec, ...]:

@@ -8,11 +8,9 @@ memory); where a driver cannot do that, the worker copies it to and from the fil
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,12 +49,10 @@ class Edit:
 
 
 class Arena:
-    """The judge's side of the memory of one set of shapes.
+    """The judge's side of the memory of one set of shapes, those of ``inputs``.
 
-    Args:
-        inputs: only shapes and dtypes matter here.
-        sparse: write and look at the weights of experts with rows alone. The other slabs of the sparse file are never
-            touched, so they read as zeros and cost no memory.
+    A sparse one writes and looks at the weights of experts with rows alone: the rest of its file is never touched, so
+    it reads as zeros and costs no memory.
     """
 
     def __init__(self, inputs: Inputs, *, sparse: bool = False) -> None:
@@ -67,11 +63,11 @@ class Arena:
         spans, end, last = [], 0, "the start"
         for argument, tensor in zip(ARGUMENTS, inputs.args, strict=True):
             is_out = argument.name == "out"
-            start = _pages(end + (block if is_out else 1))
+            start = _PAGE * math.ceil((end + (block if is_out else 1)) / _PAGE)
             spans.append(("before out" if is_out else f"between {last} and {argument.name}", end, start))
             self._places[argument.name] = start, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             end, last = start + tensor.nbytes, argument.name
-        size_bytes = _pages(end + block)
+        size_bytes = _PAGE * math.ceil((end + block) / _PAGE)
         generator = torch.Generator().manual_seed(_GUARD_SEED)
         # Never a zero: that is what a kernel writes into padding.
         self._guards = [
@@ -140,8 +136,7 @@ def tensors_in(buffer: torch.Tensor, places: Iterable[tuple[int, tuple[int, ...]
 
 def map_file(path: str, size_bytes: int) -> torch.Tensor:
     """Map a file: (size_bytes,) uint8, which keeps the mapping alive."""
-    with Path(path).open("r+b") as opened:
-        return torch.frombuffer(mmap.mmap(opened.fileno(), size_bytes), dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
 
 
 def share(buffer: torch.Tensor) -> list[Any] | None:
@@ -163,7 +158,3 @@ def _changed(now: torch.Tensor, before: torch.Tensor) -> tuple[int, int, int] | 
             first, last = first if count else int(where[0]), int(where[-1])
             count += where.numel()
     return (first, last, count) if count else None
-
-
-def _pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.judge import diagnose, rules
-from moe_lab.judge.ahead import Ahead, processes_for
+from moe_lab.judge.ahead import Ahead
 from moe_lab.judge.checks import Problem, check_group
 from moe_lab.judge.compare import error_map
 from moe_lab.judge.fit import FitResult, c500_fit
@@ -152,8 +152,9 @@ class _Run:
         variants = variant_groups(report.seed) if plan.variants else ()
         # The first group is called at once.
         to_come = replace(plan, groups=(*plan.groups[1:], *variants))
-        # A file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
-        processes = processes_for(self._device) if plan.sandboxed else 0
+        # A compiler keeps one core busy, and the judge, the worker and the driver want theirs; on a CPU the calls do. A
+        # file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
+        processes = len(os.sched_getaffinity(0)) * 3 // 4 if plan.sandboxed and self._device != "cpu" else 0
         with self._beside, Ahead(self._submission, to_come, self._device, processes) as ahead:
             self._make_calls(ahead)
             if plan.fit:

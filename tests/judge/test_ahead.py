@@ -10,7 +10,7 @@ import pytest
 
 from moe_lab.judge import judge
 from moe_lab.judge import local as judging
-from moe_lab.judge.ahead import Ahead, processes_for, specs
+from moe_lab.judge.ahead import Ahead, specs
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs
 from moe_lab.problem.contract import VARIANTS
 from moe_lab.problem.submission import Submission
@@ -77,14 +77,15 @@ def test_a_file_that_cannot_be_loaded_holds_nobody_up() -> None:
 
 
 def test_the_whole_run_with_workers_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "processes_for", lambda device: 1)
+    monkeypatch.setattr(
+        judging, "Ahead", lambda submission, plan, device, processes: Ahead(submission, plan, device, 1)
+    )
     report = judge(step("s0_baseline"), seed=1, plan=Plan((GROUP, OTHER), variants=False, fit=False))
     assert report.accepted, report.sentence
     assert [case.name for case in report.cases] == [GROUP.name, OTHER.name]
 
 
-def test_a_cpu_compiles_in_the_calls() -> None:
-    assert processes_for("cpu") == 0
+def test_without_processes_the_calls_compile() -> None:
     with ahead(step("s0_baseline"), GROUP, processes=0) as compiling:
         compiling.wait(GROUP, print)
     assert compiling.jobs == []

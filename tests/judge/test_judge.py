@@ -82,26 +82,29 @@ def test_broken_files_get_a_named_verdict_and_one_sentence(name: str, tmp_path: 
     assert Report.model_validate_json(report.to_json()) == report
 
 
-def test_a_folder_is_no_submission(tmp_path: Path) -> None:
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     report = judge(tmp_path)
     assert report.verdict is Verdict.CONTRACT_ERROR
     assert "cannot be read: Is a directory" in report.sentence
+    assert judge(Submission("x = '\ud800'\n")).verdict is Verdict.CONTRACT_ERROR
 
 
-def test_text_that_is_no_unicode_is_refused() -> None:
-    report = judge(Submission("x = '\ud800'\n"))
-    assert report.verdict is Verdict.CONTRACT_ERROR
-
-
-def test_a_failure_of_the_judge_is_never_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ZeroDivisionError("the judge is wrong"), "ZeroDivisionError: the judge is wrong"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/full"), "/tmp/full: No space left on device; look at"),
+    ],
+)
+def test_a_failure_of_the_judge_is_never_a_pass(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
-        raise ZeroDivisionError("the judge is wrong")
+        raise error
 
     monkeypatch.setattr(judging.rules, "check", broken)
     report = judge(step("s0_baseline"), plan=small_plan())
     assert report.verdict is Verdict.JUDGE_ERROR
     assert not report.accepted
-    assert "says nothing about the file: ZeroDivisionError: the judge is wrong" in report.sentence
+    assert f"says nothing about the file: {says}" in report.sentence
 
 
 def test_the_same_seed_replays_the_same_calls() -> None:
@@ -300,16 +303,6 @@ def test_exit_codes_for_usage_and_rejection(tmp_path: Path) -> None:
         assert says in unwritten.stderr.splitlines()[-1]
         assert "Traceback" not in unwritten.stderr
     assert unwritten.stdout.startswith("compile_error")
-
-
-def test_a_machine_that_stops_the_judge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/1.arena")
-
-    monkeypatch.setattr(judging, "check_group", full)
-    report = judge(step("s0_baseline"), plan=small_plan())
-    assert report.verdict is Verdict.JUDGE_ERROR
-    assert "says nothing about the file: /dev/shm/1.arena: No space left on device" in report.sentence
 
 
 def test_exit_codes_for_acceptance_and_judge_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
