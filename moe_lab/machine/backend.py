@@ -48,16 +48,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of :func:`doctor`: what was looked at, what is there, and what to do about it if it is not ok.
+    """One line of :func:`doctor`."""
 
-    Submissions cannot run here without what is ``required``.
-    """
-
-    name: str
+    name: str  # what was looked at
     ok: bool
-    found: str
-    remedy: str = ""
-    required: bool = True
+    found: str  # what is there
+    remedy: str = ""  # what to do about it if it is not ok
+    required: bool = True  # whether submissions cannot run here without it
 
 
 @functools.cache
@@ -88,8 +85,8 @@ def prepare() -> Backend:
     """Make TileLang ready in this process and return its device; call it before a submission is loaded.
 
     On a GPU only the environment is set (quiet compilation). With no GPU the names of TileLang get a CPU meaning, see
-    :mod:`moe_lab.machine.cpu`, and compiled kernels are kept in TileLang's disk cache.
-    Raises BackendError if TileLang cannot be imported, or on a CPU for a missing compiler or a TileLang too old.
+    :mod:`moe_lab.machine.cpu`. Raises BackendError if TileLang cannot be imported, or on a CPU for a missing compiler
+    or a TileLang too old.
     """
     backend = detect()
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
@@ -195,9 +192,8 @@ def run(device):
 
 def probe(say: object) -> tuple[float, str]:
     """In a child: the sum that the small kernel computes, 576, and TileLang's version."""
-    where = prepare()
-    with tempfile.TemporaryDirectory(prefix="moe_lab_") as folder:
-        found: tuple[float, str] = Submission(_PROBE).execute(Path(folder))["run"](where.torch_device)
+    device = prepare().torch_device
+    found: tuple[float, str] = Submission(_PROBE).execute(Path.cwd())["run"](device)  # the child's own folder
     return found
 
 

@@ -186,9 +186,6 @@ def _peak(nodes: Sequence[Node], sizes: dict[int, int]) -> int:
     return most
 
 
-# ---- shared memory, as TileLang lays it out --------------------------------------------------------------------
-
-
 def _place(launch: Launch) -> tuple[tuple[Placed, ...], Number]:
     """Places of all shared buffers and the bytes they need together."""
     copies, buffers = _copies(launch.body), launch.buffers
@@ -286,9 +283,6 @@ def _uses(nodes: Sequence[Node], pipeline: int) -> Iterator[tuple[int, int]]:
             yield from _uses(way, own)
 
 
-# ---- against a device ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class KernelFit:
     """One launch on one device."""
@@ -354,27 +348,22 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
 
 def as_dict(found: Resources, fits: Sequence[Fit]) -> dict[str, Any]:
     """Everything as plain data for strict JSON; what is unknown is None and named under "unknown"."""
-    case = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
+    sizes = ("name", "num_experts", "hidden", "intermediate", "num_tokens")
 
     def figures(part: KernelFit) -> dict[str, Any]:
         own = {name: value for name, value in vars(part).items() if name != "kernel"}
         return {"stage": part.kernel.stage, **own, "wave_efficiency": part.wave_efficiency}
 
+    case = {name: getattr(found.case, name) for name in sizes}
+    devices = [
+        {"device": item.device.name, "fits": item.fits, "kernels": list(map(figures, item.kernels))} for item in fits
+    ]
     return {
-        "submission": found.submission.name,
-        "source_hash": found.submission.source_hash,
-        "case": {name: getattr(found.case, name) for name in case},
-        "group_sizes": found.layout.sizes,
-        "padding_waste": found.layout.waste,
-        "work_ratio": found.work_ratio,
-        "weight_passes": found.weight_passes(),
-        "kernels": [asdict(kernel) for kernel in found.kernels],
-        "devices": [
-            {"device": item.device.name, "fits": item.fits, "kernels": list(map(figures, item.kernels))}
-            for item in fits
-        ],
-        "unknown": found.unknown,
-    }
+        "submission": found.submission.name, "source_hash": found.submission.source_hash, "case": case,
+        "group_sizes": found.layout.sizes, "padding_waste": found.layout.waste, "work_ratio": found.work_ratio,
+        "weight_passes": found.weight_passes(), "kernels": [asdict(kernel) for kernel in found.kernels],
+        "devices": devices, "unknown": found.unknown,
+    }  # fmt: skip
 
 
 def lowered_figures(submission: Submission, case: Case, device: Device) -> list[dict[str, Any]]:
@@ -384,8 +373,7 @@ def lowered_figures(submission: Submission, case: Case, device: Device) -> list[
     inference for 64 lanes; for a Hopper its own target gives both. Each entry has "target", "stand_in" (whether the
     target is another card's), "error" (None or TileLang's reason) and "kernels": name, shared_bytes, threads and grid.
     """
-    targets = ["sm_90a"] if device.architecture == "sm_90a" else ["sm_80"]
-    targets += ["gfx90a"] if device.lanes == 64 else []
+    targets = ["sm_90a" if device.architecture == "sm_90a" else "sm_80", *(["gfx90a"] if device.lanes == 64 else [])]
     found: list[dict[str, Any]] = []
     answers = lower_many([Lowering(submission, case, target) for target in targets])
     for target, answer in zip(targets, answers, strict=True):
