@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from moe_lab.machine import cpu
 from moe_lab.machine.child import Child, ChildError
-from moe_lab.problem.contract import ENTRY_POINT
+from moe_lab.problem.contract import ENTRY_POINT, data_dir
 from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.submission import Submission
 
@@ -249,14 +249,7 @@ def _nvcc_checks() -> list[Check]:
 
 def maca_exports() -> str:
     """Shell lines for a TileLang built from source on a MetaX machine; the two places at the top are the machine's."""
-    return """\
-export MACA_PATH="/opt/maca"
-export TILELANG_ROOT="$HOME/tilelang"
-export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"
-export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"
-export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"
-export PATH="$MACA_PATH/bin:$MACA_PATH/mxgpu_llvm/bin:$PATH"
-export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH\""""
+    return (data_dir() / "maca_exports.sh").read_text(encoding="utf-8").rstrip()
 
 
 def _maca_checks() -> list[Check]:

@@ -147,9 +147,6 @@ def _end(process: Any, connection: Connection) -> None:
     process.stdout.close()
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
 def _words(error: BaseException) -> tuple[str, str]:
     """An error in a line and in full; a stranger's error may not even have a text."""
     try:

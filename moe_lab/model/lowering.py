@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 import os
 import pkgutil
@@ -25,7 +26,7 @@ from unittest import mock
 from moe_lab.machine import cpu
 from moe_lab.machine.child import Child, ChildError
 from moe_lab.model.roofline import balanced
-from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, Case
+from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, Case, data_dir
 from moe_lab.problem.errors import BackendError, SubmissionError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.submission import Submission
@@ -42,20 +43,6 @@ TARGETS: dict[str, dict[str, str]] = {
 _NO_TILELANG = "there is no TileLang"
 _COPY = re.compile(r"[^\s\"']*/moe_lab_\w+/submission\.py")  # a file in a folder of ours that is gone when it is named
 
-#: How TileLang refuses what only some targets have: a pattern, the thing in words, and the targets that have it. There
-#: the same refusal has another reason, so it is shown as it is.
-_REFUSALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("TMA atomic.?add", "atomic additions by the Tensor Memory Accelerator (TMA)", ("sm_90a",)),
-    ("requires TMA-capable|descriptor-based TMA", "copies by the Tensor Memory Accelerator (TMA)", ("sm_90a",)),
-    ("cluster-copy support", "copies between the blocks of a cluster", ("sm_90a",)),
-    ("`cluster_dims` is not supported", "clusters of blocks", ("sm_80", "sm_90a")),
-    ("requires Hopper WGMMA", "matrix products of a warpgroup (WGMMA)", ("sm_90a",)),
-    ("requires Blackwell", "Blackwell's matrix products (tcgen05)", ()),
-    (r"T\.alloc_barrier\(\) requires sm_90", "barriers of T.alloc_barrier", ("sm_90a",)),
-    ("PDL is not supported", "programmatic dependent launches (PDL)", ("sm_90a",)),
-    (r"Unresolved call ir\.Op\(.*?name=\"tl\.(\w+)\"", r"the operation \1", ()),
-)
-
 
 class LoweringError(BackendError):
     """A submission that did not lower: the first line said instead of kernels, and all of the message.
@@ -66,7 +53,9 @@ class LoweringError(BackendError):
 
     def __init__(self, name: str, target: str, said: str, message: str = "") -> None:
         self.name, self.target, self.said, self.message = name, target, said, message or said
-        refused = ((re.search(pattern, said), words) for pattern, words, has in _REFUSALS if target not in has)
+        # On a target that has it the same refusal has another reason, so it is shown as it is.
+        rows = json.loads((data_dir() / "refusals.json").read_text(encoding="utf-8"))
+        refused = ((re.search(row["pattern"], said), row["words"]) for row in rows if target not in row["has"])
         #: What it uses and TileLang does not have for the target, in words; None if that is not the reason.
         self.feature: str | None = next((found.expand(words) for found, words in refused if found), None)
         known = f"{name} uses {self.feature}, which TileLang does not have for {target}"
@@ -133,9 +122,6 @@ def lower_many(
                 texts = (ended or str(error), "\n".join(filter(None, [ended, error.message])))
                 results.append(LoweringError(name, item.target, *(name.join(_COPY.split(text)) for text in texts)))
     return results
-
-
-# --- in the child ----------------------------------------------------------------------------------------------------
 
 
 def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict[str, int]) -> list[dict[str, Any]]:

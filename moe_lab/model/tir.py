@@ -156,8 +156,6 @@ def moved(nodes: Sequence[Node]) -> dict[int, Number]:
     return {place: of(place) for place in _once(place for op in every(nodes, Op) for place in op.moved)}
 
 
-# --- asking ----------------------------------------------------------------------------------------------------------
-
 Question = tuple[Submission, Case, GroupedLayout]
 Answer = tuple[Launch, ...]
 _ANSWER = TypeAdapter(Answer)
@@ -180,13 +178,12 @@ def launches(submission: Submission, case: Case, layout: GroupedLayout, *, load:
         return found
     _ = submission.tree  # what is no Python needs no process
     _todo.clear()
-    with _asking:
-        return _answer(submission, case, layout, load)
+    return _answer(submission, case, layout, load)
 
 
 def peek(submission: Submission, case: Case, layout: GroupedLayout, *, load: str = "") -> Answer | None:
     """What :func:`launches` would answer or raise, if that is known by now; never waits."""
-    found = _known.get((submission.source_hash, case, layout, load))
+    found = _known.get((submission, case, layout, load))
     if isinstance(found, SubmissionError):
         raise found
     return found
@@ -194,38 +191,38 @@ def peek(submission: Submission, case: Case, layout: GroupedLayout, *, load: str
 
 def ahead(questions: Sequence[Question]) -> None:
     """Work these out until somebody has to wait, the last one first; what was asked before is forgotten."""
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                with contextlib.suppress(SubmissionError):
+                    _answer(*_todo.pop(), "")
+
     _todo[:] = questions
-    threading.Thread(target=_work_ahead, name="moe_lab reader", daemon=True).start()
-
-
-def _work_ahead() -> None:
-    while _todo:
-        with _asking, contextlib.suppress(IndexError, SubmissionError):
-            _answer(*_todo.pop(), "")
+    threading.Thread(target=work, name="moe_lab reader", daemon=True).start()
 
 
 def _answer(submission: Submission, case: Case, layout: GroupedLayout, load: str) -> Answer:
-    if (known := peek(submission, case, layout, load=load)) is not None:
-        return known
     integers = {
         "group_sizes": layout.sizes, "group_offsets": layout.offsets,
         "group_padded_offsets": layout.padded_offsets, "group_idx_for_bx": layout.block_map,
     }  # fmt: skip
     sizes = case.extents(layout.num_padded_rows)
     request = {"source": submission.source, "sizes": sizes, "integers": integers, "load": load}
-    found: Answer | SubmissionError
-    try:
-        found = _ANSWER.validate_python(_child.ask(request, timeout_s=_TIMEOUT_S if _child.running else _START_S))
-    except ChildError as error:
-        why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
-        found = SubmissionError(f"{submission.name} cannot be followed: {why}")
-    _known[(submission.source_hash, case, layout, load)] = found
+    with _asking:
+        if (known := peek(submission, case, layout, load=load)) is not None:
+            return known
+        found: Answer | SubmissionError
+        try:
+            answer = _child.ask(request, timeout_s=_TIMEOUT_S if _child.running else _START_S)
+            found = _ANSWER.validate_python(answer)
+        except ChildError as error:
+            why = f"{error}: a loop may have no end" if error.ending.startswith("no answer") else str(error)
+            found = SubmissionError(f"{submission.name} cannot be followed: {why}")
+        _known[submission, case, layout, load] = found
     if isinstance(found, SubmissionError):
         raise found
     return found
-
-
-# --- in the child ----------------------------------------------------------------------------------------------------
 
 
 def read(

@@ -1,0 +1,7 @@
+export MACA_PATH="/opt/maca"
+export TILELANG_ROOT="$HOME/tilelang"
+export TILELANG_CACHE_DIR="$HOME/.tilelang/cache"
+export LD_LIBRARY_PATH="$MACA_PATH/lib:$MACA_PATH/mxgpu_llvm/lib:$LD_LIBRARY_PATH"
+export LD_LIBRARY_PATH="$TILELANG_ROOT/build/lib:$LD_LIBRARY_PATH"
+export PATH="$MACA_PATH/bin:$MACA_PATH/mxgpu_llvm/bin:$PATH"
+export PYTHONPATH="$TILELANG_ROOT:$TILELANG_ROOT/3rdparty/tvm/python:$PYTHONPATH"
