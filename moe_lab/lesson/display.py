@@ -19,11 +19,9 @@ INK, PALE = "#444444", "#ECECEC"
 
 
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure, row by row of axes, without pyplot's global state.
+    """An empty figure with its axes, row by row, without pyplot's global state.
 
-    Args:
-        width, height: in inches; a notebook page shrinks what is wider than 9.
-        columns, rows: of axes.
+    Width and height are in inches; a notebook page shrinks what is wider than 9.
     """
     from matplotlib.figure import Figure
 
@@ -32,12 +30,7 @@ def canvas(width: float, height: float, columns: int = 1, rows: int = 1) -> tupl
 
 
 def text_size(text: str, size: float) -> tuple[float, float]:
-    """Width and height of text in points, before anything is drawn; what is drawn is not larger but by a hair.
-
-    Args:
-        text: of one or more lines.
-        size: of its type, in points.
-    """
+    """Width and height in points of lines set in ``size`` points; what is drawn is not larger but by a hair."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -48,11 +41,7 @@ def text_size(text: str, size: float) -> tuple[float, float]:
 
 
 def short_number(value: float, *, zeros: bool = False) -> str:
-    """Three digits that count, and never a power of ten.
-
-    Args:
-        value: what to write.
-        zeros: keep those at the end, as of something that was measured.
+    """Three digits that count, and never a power of ten; ``zeros`` at the end stay, as of what was measured.
 
     >>> [short_number(value) for value in (0.42204, 0.5, 12.34, 100, 1999.6)]
     ['0.422', '0.5', '12.3', '100', '2000']
@@ -65,27 +54,17 @@ def short_number(value: float, *, zeros: bool = False) -> str:
 
 
 def show(figure: Figure, description: str) -> None:
-    """Display a figure and, folded below it, its description.
+    """Display a figure and, folded below it, what it shows in words, with the figures that matter.
 
     The picture is kept as PNG, which every code host draws. JupyterLab and code hosts drop the alternative text of a
-    picture, so the words are also an output of their own that a screen reader reaches.
-
-    Args:
-        figure: what to draw.
-        description: what it shows, in words, with the figures that matter.
-
-    Raises:
-        ValueError: for an empty description.
+    picture, so the words are also an output of their own that a screen reader reaches. Raises ValueError for no words.
     """
     from IPython.display import display
 
     if not description.strip():
         raise ValueError("got an empty description, expected what the figure shows in words")
-    display(
-        {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": description},
-        metadata={"image/png": {"alt": description}},
-        raw=True,
-    )
+    picture = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": description}
+    display(picture, metadata={"image/png": {"alt": description}}, raw=True)
     words = f"<details><summary>This figure in words</summary>{html.escape(description)}</details>"
     display({"text/html": words, "text/plain": description}, raw=True)
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_lab.lesson.display import BLUE, INK, RED, canvas
+from moe_lab import steps
+from moe_lab.lesson.readout import DOES_NOT_FIT, FIRST_CASE_RIGHT, Readout, read_out
 from moe_lab.machine import backend, devices
 from moe_lab.model import tir
 from moe_lab.model.choices import choices
@@ -34,11 +35,9 @@ from moe_lab.problem.submission import LiteralValue, Submission, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from moe_lab.judge import Report
     from moe_lab.judge.rules import Profile
-    from moe_lab.lesson.readout import Readout
     from moe_lab.lesson.stopwatch import Times
 
 #: Told what is being done.
@@ -46,44 +45,25 @@ Say = Callable[[str], None]
 
 # --- history ---------------------------------------------------------------------------------------------------------
 
-#: Verdict of a configuration that the judge never saw, because its tiles do not fit the card.
-DOES_NOT_FIT = "does not fit"
-#: Verdict of a configuration that a sweep ran on one case only.
-FIRST_CASE_RIGHT = "right on one case"
-
 
 class Trial(BaseModel):
-    """One configuration and what came of it.
-
-    Attributes:
-        step: name of the step.
-        values: every literal of it, by name.
-        source_hash: SHA-256 of the text that was tried.
-        device, case, routing: what the readout was for; ``device`` is a key of :func:`moe_lab.machine.devices.devices`.
-        verdict: of the judge, or :data:`DOES_NOT_FIT` or :data:`FIRST_CASE_RIGHT`; empty if it was only timed.
-        reason: one sentence.
-        bound_ms: predicted least time on ``device``; None if it does not fit.
-        judged_on: the machine that ran it; empty if none did.
-        time_ms, baseline_ms: medians of the configuration and of the baseline, interleaved; None if not timed.
-        timed_on: sizes and machine of the two times; times compare only where this is equal.
-        when: UTC, ISO 8601.
-    """
+    """One configuration and what came of it; a line of the history."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
-    step: str
-    values: dict[str, LiteralValue]
-    source_hash: str
-    device: str
+    step: str  # its name
+    values: dict[str, LiteralValue]  # every literal
+    source_hash: str  # SHA-256 of the text that was tried
+    device: str  # what the readout was for: a key of :func:`moe_lab.machine.devices.devices`, or HERE
     case: str
     routing: str
-    verdict: str = ""
-    reason: str = ""
-    bound_ms: float | None = None
-    judged_on: str = ""
-    time_ms: float | None = None
+    verdict: str = ""  # the judge's, or DOES_NOT_FIT or FIRST_CASE_RIGHT; empty if it was only timed
+    reason: str = ""  # one sentence
+    bound_ms: float | None = None  # predicted least time on the device; None if it does not fit
+    judged_on: str = ""  # the machine that ran it; empty if none did
+    time_ms: float | None = None  # median, in turns with the baseline; None if not timed
     baseline_ms: float | None = None
-    timed_on: str = ""
+    timed_on: str = ""  # sizes and machine of the two times, which compare only where this is equal
     when: str = Field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
@@ -102,20 +82,15 @@ class Trial(BaseModel):
 
 
 class History:
-    """Trials of one step, one JSON object a line in a file that is only ever appended to.
+    """Trials of one step, one JSON object a line in a file that is only ever appended to, also by several notebooks.
 
-    A line that cannot be read is named in :attr:`problem` and stays in the file. Several notebooks may write to one
-    file: every line is appended in one write.
-
-    Args:
-        path: the file; it and its folder are created with the first trial.
-        step: its trials; those of other steps stay in the file.
+    The file and its folder are created with the first trial. A line that cannot be read, like those of other steps,
+    stays in the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: str) -> None:
         self.path = Path(path)
-        #: One sentence about what could not be read or written; empty if all is well.
-        self.problem = ""
+        self.problem = ""  # one sentence about what could not be read or written; empty if all is well
         lines, trials, bad = [], [], []
         try:
             lines = self.path.read_bytes().split(b"\n")
@@ -144,10 +119,9 @@ class History:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
-                # After a write that broke off, the next line must not continue the broken one.
-                if file.tell() and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
-                    line = b"\n" + line
-                file.write(line)
+                # After a write that broke off, the next line must not continue the broken one. One write a line.
+                broken = file.tell() and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n"
+                file.write(b"\n" + line if broken else line)
         except OSError as error:
             self.problem = (
                 f"the history {self.path} cannot be written ({error.strerror}): what is tried now is only kept until "
@@ -174,14 +148,11 @@ class History:
     def save_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write a row for each configuration, its literals and its speed among the columns; the file is replaced.
 
-        Raises:
-            SubmissionError: if the folder does not exist or cannot be written to.
+        Raises SubmissionError if the folder does not exist or cannot be written to.
         """
         import pandas as pd
 
-        rows = [
-            {**trial.model_dump(exclude={"values"}), "speed": trial.speed, **trial.values} for trial in self.trials()
-        ]
+        rows = [{**each.model_dump(exclude={"values"}), "speed": each.speed, **each.values} for each in self.trials()]
         return write_atomic(path, pd.DataFrame(rows, dtype=object).to_csv(index=False).encode())
 
 
@@ -193,10 +164,9 @@ class Stopped(BaseException):
 
 
 class Background:
-    """One piece of work at a time, in a thread of its own, that can be paused and stopped.
+    """One piece of work at a time, in a thread of its own; the end of the interpreter stops it.
 
-    Long work calls :meth:`checkpoint` now and then: this is where it waits while paused, and where :class:`Stopped` is
-    raised. At the end of the interpreter the work is stopped.
+    Long work calls :meth:`checkpoint` now and then: this is where it waits while paused and ends when stopped.
     """
 
     def __init__(self) -> None:
@@ -205,7 +175,7 @@ class Background:
         self._next: Callable[[], None] | None = None
         self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
-        atexit.register(self.close)
+        atexit.register(self._close)
 
     @property
     def busy(self) -> bool:
@@ -219,15 +189,10 @@ class Background:
         return not self._go.is_set()
 
     def start(self, work: Callable[[], None], *, after: bool = False) -> bool:
-        """Start some work unless other work still runs.
+        """Start some work unless other work still runs; says whether it was started, or will be.
 
-        Args:
-            work: what to do.
-            after: start it at the end of other work, in the place of whatever waits for that already: of many requests
-                only the latest is served, so nothing piles up.
-
-        Returns:
-            Whether it was started, or will be.
+        With ``after`` it follows the other work, in the place of whatever waits for that already: of many requests
+        only the latest is served, so nothing piles up.
         """
         with self._lock:
             if self.busy:
@@ -248,13 +213,9 @@ class Background:
                 self._thread = self._thread if work else None
 
     def checkpoint(self, *, pausable: bool = True) -> None:
-        """Called by the work: wait while paused, end if stopped.
+        """Called by the work: wait while paused, raise Stopped after :meth:`stop`.
 
-        Args:
-            pausable: False where waiting would let a time limit of the judge run out.
-
-        Raises:
-            Stopped: after :meth:`stop`.
+        It is not ``pausable`` where waiting would let a time limit of the judge run out.
         """
         if pausable:
             self._go.wait()
@@ -276,11 +237,10 @@ class Background:
             thread.join(timeout_s)
         return not self.busy
 
-    def close(self) -> None:
-        """Stop, and give the work a moment to end what it started."""
+    def _close(self) -> None:
         self._next = None
         self.stop()
-        self.wait(10)
+        self.wait(10)  # a moment to end what it started
 
 
 # --- what the buttons do ---------------------------------------------------------------------------------------------
@@ -291,17 +251,11 @@ HERE = "here"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a configuration is looked at for.
+    """What a configuration is looked at for."""
 
-    Attributes:
-        device: key of :func:`moe_lab.machine.devices.devices`, or :data:`HERE`.
-        case: number of the contest's case.
-        routing: name of a routing of that case.
-    """
-
-    device: str
-    case: int
-    routing: str
+    device: str  # key of :func:`moe_lab.machine.devices.devices`, or HERE
+    case: int  # number of the contest's case
+    routing: str  # name of a routing of that case
 
     @property
     def figures(self) -> devices.Device | None:
@@ -316,28 +270,19 @@ class Setting:
 
 
 class Session:
-    """Everything the tile explorer does, without a widget.
+    """Everything the tile explorer does with a step of the ladder or any other submission, without a widget.
 
     What takes long is meant to run in :attr:`work` and ends with :class:`Stopped` soon after ``work.stop()``; what the
-    judge has started by then is ended, too.
-
-    Args:
-        step: name of a step of the ladder, or any submission.
-        history: file of the trials.
-        target: file that :meth:`export` writes.
-
-    Raises:
-        SubmissionError: for a name that is no step, or text that is no Python.
+    judge has started by then is ended, too. ``target`` is the file that :meth:`export` writes. Raises SubmissionError
+    for a name that is no step, or text that is no Python.
     """
 
     def __init__(self, step: str | Submission, history: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        from moe_lab import steps
-
-        self.base = step if isinstance(step, Submission) else steps.step(step)
         entry = None if isinstance(step, Submission) else steps.find(step)
-        #: What its trials are filed under.
-        self.step = entry.name if entry else self.base.name
+        self.base = step if isinstance(step, Submission) else steps.step(step)
+        self.step = entry.name if entry else self.base.name  # what its trials are filed under
         self.profile: Profile = entry.profile if entry else "contest"
+        self.device = "h200" if entry and entry.branch == "hopper" else "c500"  # the one that it is made for
         self.choices = choices(self.base)
         self.history = History(history, self.step)
         self.target = Path(target)
@@ -347,11 +292,8 @@ class Session:
     def read(self, submission: Submission, setting: Setting) -> Readout:
         """What can be said without compiling; may wait for TileLang to read the text, see :meth:`is_read`.
 
-        Raises:
-            MoeLabError: if nothing can be said; the message says why.
+        Raises MoeLabError if nothing can be said; the message says why.
         """
-        from moe_lab.lesson.readout import read_out
-
         return read_out(submission, setting.case, setting.routing, setting.figures)
 
     def is_read(self, submission: Submission, setting: Setting) -> bool:
@@ -373,9 +315,6 @@ class Session:
         """Have the judge compile and run a configuration on this machine, and remember the verdict.
 
         ``quick`` runs the case with the group sizes 0, 1, 127, 128 and 129 only, which does not make it accepted.
-
-        Raises:
-            Stopped: after ``work.stop()``.
         """
         from moe_lab.judge import judge
         from moe_lab.judge.plan import Plan, structural_groups
@@ -399,15 +338,11 @@ class Session:
     def time(self, submission: Submission, setting: Setting, say: Say) -> Times:
         """Time a configuration on this machine, in turns with the baseline, and remember both medians.
 
-        Raises:
-            Stopped: after ``work.stop()``.
-            ChildError: if it does not run here or is wrong.
+        Raises ChildError if it does not run here or is wrong.
         """
         from moe_lab.lesson.stopwatch import time_against_baseline
 
-        def checkpoint() -> None:
-            self.work.checkpoint(pausable=False)
-
+        checkpoint = functools.partial(self.work.checkpoint, pausable=False)
         times = time_against_baseline(submission, setting.case, setting.routing, say=say, checkpoint=checkpoint)
         self.remember(submission, setting, time_ms=times.time_ms, baseline_ms=times.baseline_ms, timed_on=times.where)
         return times
@@ -418,17 +353,8 @@ class Session:
     ) -> Counter[str]:  # fmt: skip
         """Try many configurations: those that do not fit are noted, the others run one case of the judge.
 
-        Args:
-            values: changed literals of each.
-            setting: what they are for.
-            say: told how many are done and what is being done.
-            tried: called after each.
-
-        Returns:
-            How many came to each verdict.
-
-        Raises:
-            Stopped: after ``work.stop()``; what was tried until then is in the history.
+        ``values`` are the changed literals of each. ``say`` is told how many are done and what is being done; ``tried``
+        is called after each. Returns how many came to each verdict; what was tried before a stop is in the history.
         """
         verdicts: Counter[str] = Counter()
         for done, changed in enumerate(values):
@@ -458,11 +384,8 @@ class Session:
     def export(self, submission: Submission, setting: Setting, say: Say) -> Report:
         """Write a configuration to :attr:`target` through the exporter, then judge the file.
 
-        A text that was judged in this session already is not judged again: it is the same bytes.
-
-        Raises:
-            ExportError: for a violated rule or a folder that cannot be written to; an existing file stays.
-            Stopped: after ``work.stop()``; the file is written by then.
+        A text that was judged in this session already is not judged again: it is the same bytes. Raises ExportError
+        for a violated rule or a folder that cannot be written to; an existing file stays.
         """
         from moe_lab.lesson.export import export
 
@@ -471,15 +394,13 @@ class Session:
 
     def remember(self, submission: Submission, setting: Setting, **found: Any) -> None:
         """Add to the history what came of a configuration."""
-        bound_ms = None
         with contextlib.suppress(MoeLabError):
-            bound_ms = self.read(submission, setting).bound_ms
-        self.history.add(
-            Trial(
-                step=self.step, values=submission.values, source_hash=submission.source_hash, device=setting.device,
-                case=f"case {setting.case}", routing=setting.routing, bound_ms=bound_ms, **found,
-            )
+            found["bound_ms"] = self.read(submission, setting).bound_ms
+        trial = Trial(
+            step=self.step, values=submission.values, source_hash=submission.source_hash, device=setting.device,
+            case=f"case {setting.case}", routing=setting.routing, **found,
         )  # fmt: skip
+        self.history.add(trial)
 
     def changes(self, values: Mapping[str, LiteralValue]) -> str:
         """What these values change in the step; empty for the step itself."""
@@ -500,47 +421,3 @@ class Session:
             for number, trial in enumerate(self.history.trials(), start=1)
         ]  # fmt: skip
         return pd.DataFrame(rows[::-1]).dropna(axis="columns", how="all")
-
-
-#: How a verdict is drawn: marker, fill, edge. Any other is one of the judge's refusals.
-_LOOKS = {
-    DOES_NOT_FIT: ("x", RED, RED), "accepted": ("o", BLUE, BLUE), FIRST_CASE_RIGHT: ("o", "none", BLUE),
-    "not judged": (".", INK, INK), "refused by the judge": ("^", RED, RED),
-}  # fmt: skip
-
-
-def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
-    """What was tried for one setting, numbered as in :meth:`Session.summary`: least times, and speeds measured.
-
-    Args:
-        trials: as :meth:`History.trials` returns them; those for another setting are left out.
-        setting: device, case and routing.
-    """
-    wanted = (setting.device, f"case {setting.case}", setting.routing)
-    mine = [(n, each) for n, each in enumerate(trials, 1) if (each.device, each.case, each.routing) == wanted]
-    where = next((trial.timed_on for _, trial in reversed(mine) if trial.speed), "")
-    parts = {"predicted: least ms": [(n, trial.verdict, trial.bound_ms) for n, trial in mine]}
-    if where:
-        timed = [(n, trial.verdict, trial.speed) for n, trial in mine if trial.timed_on == where]
-        parts[f"measured: times as fast as the baseline\n{where}"] = timed
-    figure, panels = canvas(6.6, 2.8, len(parts))
-    for axes, (title, found) in zip(panels, parts.items(), strict=True):
-        dots: dict[str, list[tuple[int, float]]] = {look: [] for look in _LOOKS}
-        for number, verdict, height in found:
-            look = verdict or "not judged"
-            dots[look if look in dots else "refused by the judge"] += [] if height is None else [(number, height)]
-        for look, places in dots.items():
-            if places:
-                marker, fill, edge = _LOOKS[look]
-                axes.plot(*zip(*places, strict=True), marker, mfc=fill, mec=edge, label=look)
-        axes.set_title(title if axes.lines else f"{title}: nothing yet", fontsize=9, loc="left")
-        axes.set_xlabel("configuration, in the order tried", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.set(xlim=(0.5, max(1, len(trials)) + 0.5), ylim=(0, 1.1 * max([y for *_, y in found if y], default=1)))
-        axes.locator_params(axis="x", integer=True)
-    names = {str(line.get_label()): line for axes in panels for line in axes.lines}
-    if names:
-        figure.legend(names.values(), names.keys(), loc="outside lower center", ncols=5, fontsize=8)
-    if where:
-        panels[1].axhline(1.0, color=INK, linewidth=0.8)
-    return figure

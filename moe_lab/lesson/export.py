@@ -1,8 +1,6 @@
 """From a notebook's final cell to ``submission.py``: byte for byte, and never a half-written file.
 
-In a notebook, ``%load_ext moe_lab.lesson.export`` gives the cell magic ``%%submission FILE``: the cell below it
-becomes FILE, which is judged on the spot. ``moe-lab export NOTEBOOK -o FILE`` does the same from outside
-without running anything.
+In a notebook the cell magic ``%%submission FILE`` writes FILE and judges it; ``moe-lab export`` runs nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +21,14 @@ TAG = "submission"
 
 
 def submission_cell(notebook: str | os.PathLike[str]) -> str:
-    """The source of the one code cell tagged ``submission``, without its ``%%submission`` line.
+    """The source of the one code cell of an .ipynb file tagged ``submission``, without its ``%%submission`` line.
 
-    Args:
-        notebook: path of an .ipynb file.
-
-    Raises:
-        ExportError: if the notebook cannot be read, or does not hold exactly one tagged code cell with text in it.
+    Raises ExportError if the notebook cannot be read, or does not hold exactly one tagged code cell with text in it.
     """
     path = Path(notebook)
     try:
-        cells = [
-            cell for cell in json.loads(read_file(path))["cells"] if TAG in cell.get("metadata", {}).get("tags", [])
-        ]
-        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        cells = [cell for cell in json.loads(read_file(path))["cells"] if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells if TAG in cell.get("metadata", {}).get("tags", [])]
     except FileNotFoundError:
         raise ExportError(f"got no file {path}, expected a notebook") from None
     except OSError as error:
@@ -57,18 +49,10 @@ def submission_cell(notebook: str | os.PathLike[str]) -> str:
 
 
 def export(submission: Submission, target: str | os.PathLike[str], profile: Profile = "contest") -> Path:
-    """Check a submission against the rules and write it; on any error an existing file stays as it was.
+    """Check a submission against the rules of a profile and write it; returns the path.
 
-    Args:
-        submission: what to write.
-        target: file to write or replace.
-        profile: "contest" or "open", see :mod:`moe_lab.judge.rules`.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ExportError: naming the first violated rule and its line, or a folder that cannot be written to.
+    Raises ExportError naming the first violated rule and its line, or a folder that cannot be written to; an existing
+    file stays as it was then.
     """
     from moe_lab.judge import rules
 

@@ -1,12 +1,17 @@
-"""What a configuration needs, whether it fits a device, and what it could reach there: without compiling it."""
+"""What a configuration needs, whether it fits a device, what it could reach there, and how that is drawn.
+
+Nothing is compiled for it.
+"""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.lesson.display import BLUE, INK, ORANGE, PALE, RED, canvas
 from moe_lab.machine.devices import Device, Roof
 from moe_lab.model import roofline, tiles
 from moe_lab.problem.contract import CASES
@@ -18,25 +23,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-# Okabe and Ito's palette; what does not fit is hatched as well, so that no reader depends on the colour.
-_BLUE, _ORANGE, _VERMILION = "#0072B2", "#E69F00", "#D55E00"
-_PALE, _LINE = "#ECECEC", "#333333"
+    from moe_lab.lesson.explorer import Setting, Trial
+
+#: Verdict of a configuration that the judge never saw, because its tiles do not fit the card.
+DOES_NOT_FIT = "does not fit"
+#: Verdict of a configuration that a sweep ran on one case only.
+FIRST_CASE_RIGHT = "right on one case"
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """What a configuration needs of one thing, and how much of it there is.
+    """What a configuration needs of one thing, and how much of it there is."""
 
-    Attributes:
-        label: "stage 1: shared memory".
-        need, limit: in the same unit; None where it is not known, or where the device has no limit.
-        text: both in words.
-    """
-
-    label: str
-    need: float | None
-    limit: float | None
-    text: str
+    label: str  # "stage 1: shared memory"
+    need: float | None  # None where it is not known
+    limit: float | None  # in the same unit; None where the device has none
+    text: str  # both in words
 
     @property
     def share(self) -> float:
@@ -46,39 +48,22 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Readout:
-    """What can be said about a configuration without compiling it.
+    """What can be said about a configuration without compiling it; None is what nobody can tell."""
 
-    Attributes:
-        title: step, case, routing and device.
-        fits: whether it fits the device and computes the whole case; None if that cannot be told.
-        sentence: that it fits, or why not, naming the limit.
-        gauges: needs against limits, stage by stage.
-        columns: head of ``rows``.
-        rows: the other figures, a cell for each stage.
-        roof: the device's ceilings; None if nobody knows them.
-        flops: operations on valid rows.
-        case_intensity: ``flops`` over the bytes if every weight is read from memory once.
-        weight_reads: how often each weight is read, on average; None if unknown.
-        intensity: ``flops`` over the bytes if every one of these reads goes to memory; None if unknown.
-        case_ms: least time of the case on the device, without padding.
-        bound_ms: least time of this configuration, every weight read from memory once.
-        uncached_ms: the same if every read of a weight goes to memory.
-    """
-
-    title: str
-    fits: bool | None
-    sentence: str
-    gauges: tuple[Gauge, ...]
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    roof: Roof | None
-    flops: int
-    case_intensity: float
-    weight_reads: float | None
-    intensity: float | None
-    case_ms: float | None
-    bound_ms: float | None
-    uncached_ms: float | None
+    title: str  # step, case, routing and device
+    fits: bool | None  # whether it fits the device and computes the whole case
+    sentence: str  # that it fits, or why not, naming the limit
+    gauges: tuple[Gauge, ...]  # needs against limits, stage by stage
+    columns: tuple[str, ...]  # head of the rows
+    rows: tuple[tuple[str, ...], ...]  # the other figures, a cell for each stage
+    roof: Roof | None  # the device's ceilings
+    flops: int  # operations on valid rows
+    case_intensity: float  # flops over the bytes if every weight is read from memory once
+    weight_reads: float | None  # how often each weight is read, on average
+    intensity: float | None  # flops over the bytes if every one of these reads goes to memory
+    case_ms: float | None  # least time of the case on the device, without padding
+    bound_ms: float | None  # least time of this configuration, every weight read from memory once
+    uncached_ms: float | None  # the same if every read of a weight goes to memory
 
     @property
     def bound_sentence(self) -> str:
@@ -86,16 +71,12 @@ class Readout:
         if self.roof is None or self.case_ms is None:
             return "No roof of this device is known, so there is no bound."
         text = f"Least time of the case: {self.case_ms:.3f} ms ({self.roof.title})."
-        if self.bound_ms is not None:
-            text += f" This configuration: at least {self.bound_ms:.3f} ms"
-            if self.uncached_ms is not None and self.uncached_ms > self.bound_ms:
-                text += (
-                    f", or {self.uncached_ms:.3f} ms if all {self.weight_reads:.2f} reads of each weight go to memory"
-                )
-            text += "."
-        else:
-            text += " Only run time knows what this configuration computes, so no bound of its own can be told."
-        return text
+        if self.bound_ms is None:
+            return f"{text} Only run time knows what this configuration computes, so no bound of its own can be told."
+        text += f" This configuration: at least {self.bound_ms:.3f} ms"
+        if self.uncached_ms is not None and self.uncached_ms > self.bound_ms:
+            text += f", or {self.uncached_ms:.3f} ms if all {self.weight_reads:.2f} reads of each weight go to memory"
+        return f"{text}."
 
     @property
     def description(self) -> str:
@@ -105,16 +86,10 @@ class Readout:
 
 
 def read_out(submission: Submission, case_number: int, routing_name: str, device: Device | None) -> Readout:
-    """Say what a configuration needs and what it could reach.
+    """Say what a configuration needs and what it could reach for a case and routing of the contest.
 
-    Args:
-        submission: with the literals wanted.
-        case_number: of the contest.
-        routing_name: a routing of that case, see :mod:`moe_lab.problem.routings`.
-        device: a GPU, a CPU (which has no limits of this kind), or None for a machine that nobody has figures of.
-
-    Raises:
-        MoeLabError: for text that cannot be followed, or a routing that the case does not have.
+    The device is a GPU, a CPU (which has no limits of this kind), or None for a machine that nobody has figures of.
+    Raises MoeLabError for text that cannot be followed, or a routing that the case does not have.
     """
     sizes = routing(case_number, routing_name).sizes
     return describe(tiles.resources(submission, CASES[case_number], sizes), routing_name, device)
@@ -129,9 +104,9 @@ def describe(found: tiles.Resources, routing_name: str, device: Device | None) -
     case, sizes, kernels = found.case, found.layout.sizes, found.kernels
     gpu = device if device is not None and device.kind == "gpu" else None
     fit = tiles.fit(found, gpu) if gpu is not None else None
+    roof = best_roof(device) if device is not None else None
     passes = [_mean(found.weight_passes(kernel).values(), kernel) for kernel in kernels]
     work = roofline.work(case, sizes)
-    roof = best_roof(device) if device is not None else None
     # A mean over the launches is exact where all weights are read equally often, as in every step of the ladder.
     known = [each for each in passes if each is not None]
     mean = sum(known) / len(known) if known else None
@@ -140,51 +115,17 @@ def describe(found: tiles.Resources, routing_name: str, device: Device | None) -
     computed = work.whole.padded_flops / work.whole.flops
     skips = any(kernel.conditional for kernel in kernels) and found.work_ratio != computed
     flops = [None if skips else _busiest_flops(kernel, gpu.processors if gpu else 1) for kernel in kernels]
-    fits, sentence = _verdict(found, fit, device)
+    where = device.title if device else "this machine"
+    fits, sentence = _verdict(found, fit, where)
     return Readout(
-        title=f"{found.submission.name}, {case.name}, {routing_name}, {device.title if device else 'this machine'}",
-        fits=fits, sentence=sentence, gauges=tuple(_gauges(found, gpu)),
-        columns=("", *(f"stage {kernel.stage}" for kernel in kernels)),
+        title=f"{found.submission.name}, {case.name}, {routing_name}, {where}", fits=fits, sentence=sentence,
+        gauges=tuple(_gauges(found, gpu)), columns=("", *(f"stage {kernel.stage}" for kernel in kernels)),
         rows=tuple(_rows(found, fit, passes, "at most " if skips else "")), roof=roof, flops=work.whole.flops,
         case_intensity=work.whole.intensity, weight_reads=mean,
         intensity=uncached.whole.intensity if uncached else None,
         case_ms=_bound_ms(work, [work.stage1.flops, work.stage2.flops], roof),
         bound_ms=_bound_ms(work, flops, roof), uncached_ms=_bound_ms(uncached, flops, roof) if uncached else None,
     )  # fmt: skip
-
-
-def print_out(
-    console: Console, readout: Readout, others: Sequence[tiles.Fit], lowered: Sequence[dict[str, Any]]
-) -> None:
-    """Print a readout: needs against limits, what it costs, and other devices in a line.
-
-    Args:
-        console: a rich console.
-        readout: what to print.
-        others: more devices.
-        lowered: from :func:`moe_lab.model.tiles.lowered_figures`, empty if nobody asked for it.
-    """
-    from rich.table import Table
-
-    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[readout.fits]
-    console.print(f"{readout.title}: {verdict}\n{readout.sentence}", highlight=False, markup=False)
-    table, stages = Table(*readout.columns), len(readout.columns) - 1
-    for number in range(len(readout.gauges) // stages):
-        row = readout.gauges[number :: len(readout.gauges) // stages]
-        table.add_row(row[0].label.partition(": ")[2], *(gauge.text for gauge in row))
-    for cells in readout.rows:
-        table.add_row(*cells)
-    console.print(table)
-    lines = [readout.bound_sentence]
-    if readout.fits is None and not lowered:
-        lines.append("`moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code as it is")
-    for figure in lowered:
-        parts = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
-        label = f"lowered for {figure['target']}" + (", a stand-in" if figure["stand_in"] else "")
-        lines.append(f"{label}: {figure['error'] or '; '.join(parts)}")
-    words = {True: "fits", False: "no", None: "?"}
-    lines.append("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
-    console.print("\n".join(lines), highlight=False, markup=False)
 
 
 def best_roof(device: Device) -> Roof:
@@ -219,8 +160,7 @@ def _bound_ms(work: roofline.CaseWork, flops: Sequence[int | None], roof: Roof |
     return sum(roofline.bound(replace(part, flops=value), roof).time_ms for part, value in pairs)
 
 
-def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | None) -> tuple[bool | None, str]:
-    where = device.title if device is not None else "this machine"
+def _verdict(found: tiles.Resources, fit: tiles.Fit | None, where: str) -> tuple[bool | None, str]:
     ratio = found.work_ratio
     # Less work than the case needs cannot be right, on any device.
     if ratio is not None and ratio < 1:
@@ -230,9 +170,8 @@ def _verdict(found: tiles.Resources, fit: tiles.Fit | None, device: Device | Non
         )
     if fit is None:
         return None, f"{where} is no GPU with known limits: here is what each block asks for."
-    reasons = [reason for kernel in fit.kernels for reason in kernel.reasons]
-    if reasons:
-        return False, f"Does not fit: {'; '.join(reasons)}."
+    if fit.fits is False:
+        return False, f"Does not fit: {'; '.join(reason for kernel in fit.kernels for reason in kernel.reasons)}."
     if fit.fits is None:
         return None, f"It cannot be told whether this fits the {where}: {'; '.join(found.unknown)}."
     held = [f"{kernel.blocks_per_processor} of stage {kernel.kernel.stage}" for kernel in fit.kernels]
@@ -266,69 +205,112 @@ def _rows(
             return "none" if part.blocks_per_processor == 0 else "unknown"
         return f"{part.grid_waves:.2f} in {math.ceil(part.grid_waves)} ({part.wave_efficiency:.0%})"
 
+    def known(value: float | None, text: str) -> str:
+        return "unknown" if value is None else text
+
     rows = {
-        "accumulators": [_or_unknown(k.accumulator_registers, f"{k.accumulator_registers} registers") for k in kernels],
-        "blocks": [_or_unknown(k.blocks, f"{' × '.join(map(str, k.grid))} = {k.blocks}") for k in kernels],
+        "accumulators": [known(k.accumulator_registers, f"{k.accumulator_registers} registers") for k in kernels],
+        "blocks": [known(k.blocks, f"{' × '.join(map(str, k.grid))} = {k.blocks}") for k in kernels],
         "resident blocks": list(map(held, fit.kernels)) if fit else [],
         "rounds": list(map(rounds, fit.kernels)) if fit else [],
         "reads of a weight": ["none" if each is None else f"{most}{each:.2f}" for each in passes],
-        "work with padding": [_or_unknown(ratio, f"{most}{ratio or 0:.2f} × useful"), *("" for _ in kernels[1:])],
+        "work with padding": [known(ratio, f"{most}{ratio or 0:.2f} × useful"), *("" for _ in kernels[1:])],
     }
     return [(label, *cells) for label, cells in rows.items() if cells]
 
 
-def _or_unknown(value: float | None, text: str) -> str:
-    return "unknown" if value is None else text
+# --- in a terminal and on a page -------------------------------------------------------------------------------------
 
 
-# --- figure ----------------------------------------------------------------------------------------------------------
+def print_out(
+    console: Console, readout: Readout, others: Sequence[tiles.Fit], lowered: Sequence[dict[str, Any]]
+) -> None:
+    """Print a readout: needs against limits, what it costs, and other devices in a line.
+
+    ``lowered`` is from :func:`moe_lab.model.tiles.lowered_figures`, empty if nobody asked for it.
+    """
+    from rich.table import Table
+
+    verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[readout.fits]
+    console.print(f"{readout.title}: {verdict}\n{readout.sentence}", highlight=False, markup=False)
+    table, kinds = Table(*readout.columns), len(readout.gauges) // (len(readout.columns) - 1)
+    for number in range(kinds):
+        row = readout.gauges[number::kinds]
+        table.add_row(row[0].label.partition(": ")[2], *(gauge.text for gauge in row))
+    for cells in readout.rows:
+        table.add_row(*cells)
+    console.print(table)
+    lines = [readout.bound_sentence]
+    if readout.fits is None and not lowered:
+        lines.append("`moe-lab fit FILE --lower` asks TileLang itself; that runs the file's host code as it is")
+    for figure in lowered:
+        parts = (f"{kernel['shared_bytes']} bytes and {kernel['threads']} threads" for kernel in figure["kernels"])
+        label = f"lowered for {figure['target']}" + (", a stand-in" if figure["stand_in"] else "")
+        lines.append(f"{label}: {figure['error'] or '; '.join(parts)}")
+    words = {True: "fits", False: "no", None: "?"}
+    lines.append("elsewhere: " + ", ".join(f"{item.device.name} {words[item.fits]}" for item in others))
+    console.print("\n".join(lines), highlight=False, markup=False)
 
 
-def draw(readout: Readout) -> Figure:
-    """Needs against limits, and the place on the roofline."""
+def gauges_html(readout: Readout) -> str:
+    """Needs against limits as bars; the whole bar is 125% of the limit, so that the limit is a line inside it."""
+    parts = []
+    for gauge in readout.gauges:
+        over, limit = gauge.share > 1, '<span style="left: 80%"></span>' if gauge.limit else ""
+        fill = f'<div class="{"moe-lab-over" if over else ""}" style="width: {min(gauge.share, 1.25) * 80:.1f}%"></div>'
+        parts.append(
+            f"<div>{html.escape(gauge.label)}</div>"
+            f'<div class="moe-lab-bar" aria-hidden="true">{fill}{limit}</div>'
+            f"<div>{html.escape(gauge.text)}{', <b>too much</b>' if over else ''}</div>"
+        )
+    return f'<div class="moe-lab-gauges">{"".join(parts)}</div>'
+
+
+def rows_html(readout: Readout) -> str:
+    """The other figures as a table."""
+    lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in readout.rows]
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in readout.columns)
+    return f'<table class="moe-lab-facts"><thead><tr>{head}</tr></thead>{"".join(lines)}</table>'
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def draw(readout: Readout, *, gauges: bool = True) -> Figure:
+    """Needs against limits unless ``gauges`` are not wanted, and the place on the roofline."""
     from matplotlib.figure import Figure
 
     # Fixed axes: a layout engine would take longer than everything else, and the frame would move with the labels.
-    figure = Figure(figsize=(6.6, 5.2))
-    _draw_gauges(figure.add_axes((0.25, 0.57, 0.34, 0.37)), readout)
-    _draw_roofline(figure.add_axes((0.12, 0.10, 0.85, 0.36)), readout)
-    return figure
-
-
-def draw_roofline(readout: Readout) -> Figure:
-    """The place on the roofline alone."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.6, 2.7))
-    _draw_roofline(figure.add_axes((0.10, 0.19, 0.88, 0.70)), readout)
+    figure = Figure(figsize=(6.6, 5.2 if gauges else 2.7))
+    if gauges:
+        _draw_gauges(figure.add_axes((0.25, 0.57, 0.34, 0.37)), readout)
+    _draw_roofline(figure.add_axes((0.12, 0.10, 0.85, 0.36) if gauges else (0.10, 0.19, 0.88, 0.70)), readout)
     return figure
 
 
 def _draw_gauges(axes: Axes, readout: Readout) -> None:
+    """What is too much is hatched as well, so that no reader depends on the colour."""
     gauges, end = readout.gauges, 1.25
     limited = any(gauge.limit for gauge in gauges)
     for row, gauge in enumerate(gauges):
         over = gauge.share > 1
-        axes.barh(row, 1.0 if gauge.limit else 0.0, height=0.66, color=_PALE)
-        axes.barh(
-            row, min(gauge.share, end), height=0.66, color=_VERMILION if over else _BLUE, hatch="///" if over else None,
-            edgecolor="white", linewidth=0,
-        )  # fmt: skip
+        axes.barh(row, 1.0 if gauge.limit else 0.0, height=0.66, color=PALE)
+        (bar,) = axes.barh(row, min(gauge.share, end), height=0.66, color=RED if over else BLUE, linewidth=0)
+        bar.set(edgecolor="white", hatch="///" if over else None)
         # What is far over the limit would squeeze everything else, so its bar ends in an arrow.
         if gauge.share > end:
-            axes.plot(end, row, marker=">", markersize=9, color=_VERMILION, clip_on=False)
+            axes.plot(end, row, marker=">", markersize=9, color=RED, clip_on=False)
         at = end + 0.07 if limited else 0.02
         axes.text(at, row, gauge.text + (", too much" if over else ""), va="center", fontsize=8.5)
     axes.set_title("What a block needs against the limit" if limited else "What a block needs", fontsize=10, loc="left")
     if limited:
-        axes.axvline(1.0, color=_LINE, linewidth=1.2)
+        axes.axvline(1.0, color=INK, linewidth=1.2)
     axes.set_yticks(range(len(gauges)), [gauge.label for gauge in gauges], fontsize=8.5)
     axes.set_xticks([0, 0.5, 1.0] if limited else [], ["0", "50%", "limit"] if limited else [], fontsize=8)
     axes.set_xlim(0, end)
     axes.invert_yaxis()
     axes.tick_params(length=0)
-    for side in ("top", "right", "left") if limited else ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"] if limited else ["top", "right", "left", "bottom"]].set_visible(False)
 
 
 def _draw_roofline(axes: Axes, readout: Readout) -> None:
@@ -337,36 +319,33 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
     lands = readout.fits is not False
     title = "Where it can land on the roofline" if lands else "Where it would land on the roofline, if it fitted"
     axes.set_title(title, fontsize=10, loc="left")
-    roof, colour = readout.roof, _ORANGE if lands else _VERMILION
+    roof, colour = readout.roof, ORANGE if lands else RED
     if roof is None:
         axes.set_axis_off()
         axes.text(0.0, 0.9, readout.bound_sentence, va="center", fontsize=9)
         return
     low, high, top = roof.ridge / 30, roof.ridge * 30, roof.peak_tflops
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.plot([low, roof.ridge, high], [low * roof.bandwidth_tbps, top, top], color=_LINE)
-    axes.plot([roof.ridge] * 2, [top / 100, top], color=_LINE, linewidth=0.8, linestyle=":")
+    axes.plot([low, roof.ridge, high], [low * roof.bandwidth_tbps, top, top], color=INK)
+    axes.plot([roof.ridge] * 2, [top / 100, top], color=INK, linewidth=0.8, linestyle=":")
     axes.text(roof.ridge * 1.08, top * 1.18, f"ridge {roof.ridge:.0f} FLOP/byte", fontsize=8)
+
+    def point(intensity: float, time_ms: float, label: str, marker: str, size: float, fill: str, edge: str) -> float:
+        rate_tflops = readout.flops / time_ms / 1e9
+        text = f"{label}: {time_ms:.3f} ms"
+        axes.plot(intensity, rate_tflops, marker, markersize=size, mfc=fill, mec=edge, label=text)
+        return rate_tflops
+
     if readout.case_ms:
-        axes.plot(
-            readout.case_intensity, _tflops(readout.flops, readout.case_ms), marker="D", markersize=9,
-            markerfacecolor="none", markeredgecolor=_LINE, linestyle="none",
-            label=f"the case: {readout.case_ms:.3f} ms",
-        )  # fmt: skip
+        point(readout.case_intensity, readout.case_ms, "the case", "D", 9, "none", INK)
     if readout.bound_ms and readout.intensity and readout.uncached_ms:
-        ends = [(readout.case_intensity, readout.bound_ms), (readout.intensity, readout.uncached_ms)]
-        places, heights = zip(*((at, _tflops(readout.flops, ms)) for at, ms in ends), strict=True)
+        ends = [
+            (readout.case_intensity, readout.bound_ms, "each weight read once", "o"),
+            (readout.intensity, readout.uncached_ms, f"each weight read {readout.weight_reads:.2f} times", "s"),
+        ]
+        heights = [point(*each, 7, colour if lands else "white", INK if lands else colour) for each in ends]
+        places = [intensity for intensity, *_ in ends]
         axes.plot(places, heights, color=colour, linewidth=2, zorder=1, linestyle="-" if lands else "--")
-        counts = ("once", f"{readout.weight_reads:.2f} times")
-        for (at, ms), marker, count in zip(ends, "os", counts, strict=True):
-            axes.plot(
-                at, _tflops(readout.flops, ms), marker=marker, markersize=7, color=colour if lands else "white",
-                markeredgecolor=_LINE if lands else colour, linestyle="none",
-                label=f"each weight read {count}: {ms:.3f} ms",
-            )  # fmt: skip
-    axes.set_xlim(low, high)
-    axes.set_ylim(top / 30, top * 2)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(top / 30, top * 2))
     axes.set_xlabel("useful FLOP per byte of memory traffic", fontsize=8.5)
     axes.set_ylabel("useful TFLOP/s", fontsize=8.5)
     axes.grid(True, linewidth=0.4, color="#CCCCCC")
@@ -379,5 +358,39 @@ def _draw_roofline(axes: Axes, readout: Readout) -> None:
     axes.legend(fontsize=8, loc="lower right", title=roof.title, title_fontsize=8, framealpha=0.95)
 
 
-def _tflops(flops: int, time_ms: float) -> float:
-    return flops / time_ms / 1e9
+#: How a verdict is drawn: marker, fill, edge. Any other is one of the judge's refusals.
+_LOOKS = {
+    DOES_NOT_FIT: ("x", RED, RED), "accepted": ("o", BLUE, BLUE), FIRST_CASE_RIGHT: ("o", "none", BLUE),
+    "not judged": (".", INK, INK), "refused by the judge": ("^", RED, RED),
+}  # fmt: skip
+
+
+def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
+    """What was tried for one setting, numbered by its place among all: least times, and speeds measured."""
+    wanted = (setting.device, f"case {setting.case}", setting.routing)
+    mine = [(n, each) for n, each in enumerate(trials, 1) if (each.device, each.case, each.routing) == wanted]
+    where = next((trial.timed_on for _, trial in reversed(mine) if trial.speed), "")
+    parts = {"predicted: least ms": [(n, trial.verdict, trial.bound_ms) for n, trial in mine]}
+    if where:
+        timed = [(n, trial.verdict, trial.speed) for n, trial in mine if trial.timed_on == where]
+        parts[f"measured: times as fast as the baseline\n{where}"] = timed
+    figure, panels = canvas(6.6, 2.8, len(parts))
+    for axes, (title, found) in zip(panels, parts.items(), strict=True):
+        dots: dict[str, list[tuple[int, float]]] = {look: [] for look in _LOOKS}
+        for number, verdict, height in found:
+            if height is not None:
+                look = verdict or "not judged"
+                dots[look if look in dots else "refused by the judge"].append((number, height))
+        for look, (marker, fill, edge) in _LOOKS.items():
+            if dots[look]:
+                axes.plot(*zip(*dots[look], strict=True), marker, mfc=fill, mec=edge, label=look)
+        axes.set_title(title if axes.lines else f"{title}: nothing yet", fontsize=9, loc="left")
+        axes.set_xlabel("configuration, in the order tried", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.set(xlim=(0.5, max(1, len(trials)) + 0.5), ylim=(0, 1.1 * max([y for *_, y in found if y], default=1)))
+        axes.locator_params(axis="x", integer=True)
+    if names := {str(line.get_label()): line for axes in panels for line in axes.lines}:
+        figure.legend(names.values(), names.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    if where:
+        panels[1].axhline(1.0, color=INK, linewidth=0.8)
+    return figure

@@ -19,17 +19,11 @@ from moe_lab.problem.submission import Submission
 
 @dataclass(frozen=True)
 class Times:
-    """Medians of one interleaved run.
+    """Medians of one interleaved run."""
 
-    Attributes:
-        time_ms: of the submission.
-        baseline_ms: of the baseline.
-        where: case, routing and device.
-    """
-
-    time_ms: float
+    time_ms: float  # of the submission
     baseline_ms: float
-    where: str
+    where: str  # case, routing and device
 
 
 def time_against_baseline(
@@ -37,46 +31,37 @@ def time_against_baseline(
 ) -> Times:
     """Compile, check and time a submission and the baseline on this machine's device.
 
-    Args:
-        submission: what to time.
-        case: number of the contest's case; a CPU runs :data:`moe_lab.speed.bench.CPU_CASE` instead.
-        routing: name of a routing of that case.
-        say: told what is being done.
-        checkpoint: called several times a second; what it raises ends the process and goes on.
-
-    Raises:
-        ChildError: if it does not compile or run, if its result is wrong, or if the process dies.
+    A CPU runs :data:`moe_lab.speed.bench.CPU_CASE` in place of the contest's case. ``checkpoint`` is called several
+    times a second; what it raises ends the process and goes on. Raises ChildError if the submission does not compile
+    or run, if its result is wrong, or if the process dies.
     """
     request = {"source": submission.source, "name": submission.name, "number": case, "routing_name": routing}
     with Child("moe_lab.lesson.stopwatch:_measure") as child:
         return Times(**child.ask(request, say=say, tick=checkpoint))
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
 def _measure(say: Callable[[str], None], source: str, name: str, number: int, routing_name: str) -> dict[str, Any]:
+    """In the child: the fields of the times."""
     from moe_lab.machine import backend
     from moe_lab.problem.routings import routing
     from moe_lab.speed.bench import CPU_CASE, time_case
-    from moe_lab.steps import find
+    from moe_lab.steps import step
 
     where = backend.prepare()
     if where.kind == "cpu":
         case, sizes, rounds, routing_name = CPU_CASE, balanced(CPU_CASE), 5, "balanced"
     else:
         case, sizes, rounds = CASES[number], routing(number, routing_name).sizes, 25
-    left_out = []
+    said: list[str] = []
 
     def tell(line: str) -> None:
         say(line)
-        left_out.extend([line] if "left out" in line else [])
+        said.append(line)
 
-    mine, baseline = "this configuration", find("s0")
-    texts = {baseline.name: baseline.submission(), mine: Submission(source, name)}
+    texts = {"s0_baseline": step("s0"), "this configuration": Submission(source, name)}
     measured = time_case(case, sizes, 0, texts, rounds, tell, alone=True)
     timed = {candidate.name: timing.median_ms for candidate, timing, _ in measured}
     if len(timed) < 2:
-        raise ExplorerError("; ".join(left_out))
-    where_it_ran = f"{case.name}, {routing_name}, {where.name}"
-    return {"time_ms": timed[mine], "baseline_ms": timed[baseline.name], "where": where_it_ran}
+        raise ExplorerError("; ".join(line for line in said if "left out" in line))
+    baseline_ms, time_ms = (timed[name] for name in texts)
+    return {"time_ms": time_ms, "baseline_ms": baseline_ms, "where": f"{case.name}, {routing_name}, {where.name}"}

@@ -1,8 +1,7 @@
 """Widgets for the notebooks: the tile explorer, the layout explorer and the roofline explorer.
 
-They are thin: what they show and do is in :mod:`moe_lab.lesson.readout` and :mod:`moe_lab.lesson.explorer` and runs
-without a browser. Where widgets do not live (a code host, a PDF, nbconvert) each leaves a static figure and its
-description.
+They are controls and wiring: what they answer is in :mod:`moe_lab.lesson.explorer`, what they draw in
+:mod:`moe_lab.lesson.readout`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import functools
 import html
 import io
+import itertools
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from moe_lab import steps
 from moe_lab.lesson import plots
 from moe_lab.lesson.display import BLUE, RED, show
-from moe_lab.lesson.explorer import HERE, Background, Session, Setting, Stopped, draw_trials
-from moe_lab.lesson.readout import Gauge, Readout, best_roof, draw, draw_roofline
+from moe_lab.lesson.explorer import HERE, Background, Session, Setting, Stopped
+from moe_lab.lesson.readout import Readout, best_roof, draw, draw_trials, gauges_html, rows_html
 from moe_lab.machine.devices import device as find_device
 from moe_lab.model.choices import Choice, grid
 from moe_lab.model.roofline import bound, work
@@ -44,43 +44,19 @@ _MOST_CONFIGURATIONS = 1000
 #: Rows of the history that the panel shows; all are in the CSV.
 _MOST_ROWS = 100
 
-# The second rule hides the static figure below a panel that is alive; a code host has no live panel and shows it.
-_STYLE = (
-    f"<style>.moe-lab-panel {{ --good: {BLUE}; --bad: {RED}; }}"
-    + """
-.moe-lab-panel { border: 1px solid var(--jp-border-color2, #ccc); border-radius: 4px; padding: 8px 12px; }
-.jp-OutputArea-child:has(.moe-lab-panel) ~ .jp-OutputArea-child { display: none; }
-.moe-lab-panel .widget-html-content { line-height: 1.45; font-size: 13px; }
-.moe-lab-note { padding: 5px 10px; border-left: 5px solid #999; background: var(--jp-layout-color2, #f4f4f4); }
-.moe-lab-good { border-color: var(--good); }
-.moe-lab-bad { border-color: var(--bad); }
-.moe-lab-gauges { display: grid; grid-template-columns: max-content minmax(120px, 1fr) max-content; gap: 4px 10px;
-  align-items: center; margin-top: 8px; }
-.moe-lab-bar { position: relative; height: 15px; background: var(--jp-layout-color3, #e4e4e4); }
-.moe-lab-bar > div { height: 100%; background: var(--good); }
-.moe-lab-bar > div.moe-lab-over { background: repeating-linear-gradient(135deg, var(--bad) 0 6px, #fff 6px 8px); }
-.moe-lab-bar > span { position: absolute; top: -2px; bottom: -2px;
-  border-left: 2px solid var(--jp-ui-font-color1, #000); }
-.moe-lab-panel table { border-collapse: collapse; font-size: 11.5px; }
-.moe-lab-panel th, .moe-lab-panel td { padding: 1px 10px 1px 0; text-align: left !important; vertical-align: top; }
-.moe-lab-panel table.moe-lab-facts { white-space: nowrap; }
-.moe-lab-panel thead th { border-bottom: 1px solid var(--jp-border-color1, #999); }
-.moe-lab-panel pre { max-height: 340px; overflow: auto; line-height: 1.3; font-size: 12px; margin: 4px 0; }
-.moe-lab-scroll { max-height: 230px; overflow: auto; }
-.moe-lab-panel .widget-label { font-size: 12px; }
-</style>"""
-)
+_CSS = Path(__file__).with_name("panel.css").read_text(encoding="utf-8")
+_STYLE = f"<style>.moe-lab-panel {{ --good: {BLUE}; --bad: {RED}; }}\n{_CSS}</style>"
 _WRAP = {"flex_flow": "row wrap", "grid_gap": "4px 16px"}
-_PICTURE = {"width": "100%", "max_width": "800px"}
 
 
 # --- shared ----------------------------------------------------------------------------------------------------------
 
 
 class _Panel(ipywidgets.VBox):
-    """A panel that is alive in JupyterLab and a figure elsewhere; a move of a control redraws it in the background.
+    """A panel that is alive in JupyterLab and elsewhere (a code host, a PDF, nbconvert) a figure and its description.
 
-    A fast drag asks for a redraw at every step of the slider: only the latest request is served.
+    A move of a control redraws it in the background. A fast drag asks for that at every step of the slider: only the
+    latest request is served.
     """
 
     def __init__(self, controls: Sequence[ipywidgets.Widget], children: Sequence[ipywidgets.Widget]) -> None:
@@ -118,7 +94,7 @@ def _guarded(place: ipywidgets.HTML, action: Callable[[], object]) -> None:
     except MoeLabError as error:
         place.value = _note(str(error), "bad")
     except Exception:  # noqa: BLE001
-        place.value = _note("That failed; this is a mistake in moe_lab.", "bad", _pre(traceback.format_exc()))
+        place.value = _note("That failed; this is a mistake in moe_lab.", "bad", traceback.format_exc())
 
 
 def _png(figure: Figure) -> bytes:
@@ -130,12 +106,12 @@ def _png(figure: Figure) -> bytes:
 @functools.lru_cache(maxsize=256)
 def _roofline_png(readout: Readout) -> bytes:
     """The roofline of a readout without its words: most moves of a slider leave it as it is."""
-    return _png(draw_roofline(readout))
+    return _png(draw(readout, gauges=False))
 
 
 def _note(text: str, kind: str = "", details: str = "") -> str:
-    """A sentence with a mark and a folded rest; ``details`` is HTML."""
-    folded = f"<details><summary>details</summary>{details}</details>" if details else ""
+    """A sentence with a mark and folded details."""
+    folded = f"<details><summary>details</summary>{_pre(details)}</details>" if details else ""
     mark = {"good": "✓", "bad": "✗", "": ""}[kind]
     return f'<div role="status" class="moe-lab-note moe-lab-{kind}">{mark} {html.escape(text)}{folded}</div>'
 
@@ -145,69 +121,79 @@ def _pre(text: str) -> str:
 
 
 def _picture() -> ipywidgets.Image:
-    return ipywidgets.Image(format="png", layout=_PICTURE)
+    return ipywidgets.Image(format="png", layout={"width": "100%", "max_width": "800px"})
 
 
-def _menu(description: str, options: Sequence[tuple[str, Any]], value: Any) -> ipywidgets.Dropdown:
-    return ipywidgets.Dropdown(
-        options=list(options), value=value, description=description, layout={"width": "auto"},
-        style={"description_width": "initial"},
-    )  # fmt: skip
+def _control(
+    kind: type, description: str, value: Any, width: str = "auto", label: str = "initial", **more: Any
+) -> ipywidgets.Widget:
+    look = {"layout": {"width": width}, "style": {"description_width": label}}
+    return kind(description=description, value=value, **look, **more)
+
+
+def _menu(description: str, value: Any, options: Sequence[str | tuple[str, Any]]) -> ipywidgets.Dropdown:
+    return _control(ipywidgets.Dropdown, description, value, options=options)
 
 
 def _device_menu(device: str, *others: tuple[str, str]) -> ipywidgets.Dropdown:
     """The two cards of the lessons; another device comes first."""
     key = device if device == HERE else find_device(device).name
-    keys = dict.fromkeys([key, "c500", "h200"] if key not in ("c500", "h200", HERE) else ["c500", "h200"])
-    return _menu("device", [*((find_device(each).title, each) for each in keys), *others], key)
+    keys = [*({key} - {"c500", "h200", HERE}), "c500", "h200"]
+    return _menu("device", key, [*((find_device(each).title, each) for each in keys), *others])
 
 
-def _case_menu(case: int) -> ipywidgets.Dropdown:
-    if case not in CASES:
-        raise ContractError(f"got case {case!r}, expected one of {', '.join(map(str, CASES))}")
-    options = [
-        (
-            f"{each.name}: {each.num_experts} experts, {each.hidden} × {each.intermediate}, {each.num_tokens} rows",
-            number,
-        )
-        for number, each in CASES.items()
-    ]
-    return _menu("case", options, case)
+def _case_menu(number: int) -> ipywidgets.Dropdown:
+    if number not in CASES:
+        raise ContractError(f"got case {number!r}, expected one of {', '.join(map(str, CASES))}")
+    sizes = "{0.name}: {0.num_experts} experts, {0.hidden} × {0.intermediate}, {0.num_tokens} rows"
+    return _menu("case", number, [(sizes.format(case), each) for each, case in CASES.items()])
+
+
+def _block_slider(block: int) -> ipywidgets.SelectionSlider:
+    """Rows of a block: powers of two, and what a tile of tokens may be between them."""
+    options = sorted({16, 32, 48, 64, 96, 128, 160, 192, 256, block})
+    return _control(ipywidgets.SelectionSlider, "rows of a block", block, "330px", options=options)
+
+
+def _literal(choice: Choice) -> ipywidgets.Widget:
+    """The control for one literal: a tick for True and False, a menu for words, a slider for numbers."""
+    kind, options = ipywidgets.Checkbox, {}
+    if not isinstance(choice.value, bool):
+        kind = ipywidgets.Dropdown if isinstance(choice.value, str) else ipywidgets.SelectionSlider
+        options = {"options": [(str(value), value) for value in choice.values]}
+    return _control(kind, choice.name, choice.value, "350px", "125px", tooltip=choice.comment, **options)
 
 
 # --- tile explorer ---------------------------------------------------------------------------------------------------
 
-#: Text and tooltip of each button; ``_check`` is what "check" does.
+#: Rows of buttons: key, text and tooltip of each; ``TileExplorer._check`` is what "check" does.
 _BUTTONS = {
-    "check": ("Compile and check", "Let the judge compile and run this on this machine"),
-    "time": ("Time", "Time this on this machine, in turns with the baseline"),
-    "export": ("Export", "Write the submission's file and judge it"),
-    "source": ("Source", "Show the text, or hide it"),
-    "diff": ("Diff", "Show what differs from the step, or hide it"),
-    "reset": ("Reset", "Back to the step's own values"),
-    "sweep": ("Sweep", "Try every value of the ticked literals"),
-    "pause": ("Pause", "Wait after the present configuration, or go on"),
-    "stop": ("Stop", "End what runs; results so far are kept"),
-    "best": ("Restore best", "Go to the best accepted configuration of the history"),
-    "csv": ("Save CSV", "Write the history as a table"),
+    "this configuration": {
+        "check": ("Compile and check", "Let the judge compile and run this on this machine"),
+        "time": ("Time", "Time this on this machine, in turns with the baseline"),
+        "export": ("Export", "Write the submission's file and judge it"),
+        "source": ("Source", "Show the text, or hide it"),
+        "diff": ("Diff", "Show what differs from the step, or hide it"),
+        "reset": ("Reset", "Back to the step's own values"),
+    },
+    "sweep and history": {
+        "sweep": ("Sweep", "Try every value of the ticked literals"),
+        "pause": ("Pause", "Wait after the present configuration, or go on"),
+        "stop": ("Stop", "End what runs; results so far are kept"),
+        "best": ("Restore best", "Go to the best accepted configuration of the history"),
+        "csv": ("Save CSV", "Write the history as a table"),
+    },
 }
 
 
 class TileExplorer(_Panel):
-    """Turn the tiles of a step and see what it costs; then check, sweep and export what you like.
+    """Turn the tiles of a step, or of any submission, and see what it costs; check, sweep and export what you like.
 
-    Args:
-        step: name of a step of the ladder, or any submission.
-        case: number of the contest's case.
-        device: "c500", "h200", or "here" for this machine; by default the one that the step is made for.
-        routing: name of a routing, see :mod:`moe_lab.problem.routings`.
-        history: file of what was tried, beside the notebook by default.
-        target: file that the export button writes.
+    ``device`` is a key, or "here" for this machine; by default the one that the step is made for. ``history`` is the
+    file of what was tried, ``target`` the one that the export button writes.
 
-    Raises:
-        SubmissionError: for a name that is no step, or text that is no Python.
-        DataError: for a device or routing that does not exist.
-        ContractError: for a case that is none of the contest's.
+    Raises SubmissionError for a name that is no step, or text that is no Python, DataError for a device or routing
+    that does not exist, ContractError for a case that is none of the contest's.
     """
 
     def __init__(
@@ -216,60 +202,51 @@ class TileExplorer(_Panel):
         target: str | Path = "submission.py",
     ) -> None:  # fmt: skip
         self.session = Session(step, history, target)
-        if device is None:
-            device = "c500" if isinstance(step, Submission) or steps.find(step).branch != "hopper" else "h200"
-        self._device, self._case = _device_menu(device, ("this machine", HERE)), _case_menu(case)
+        self._device = _device_menu(device or self.session.device, ("this machine", HERE))
+        self._case = _case_menu(case)
         names = [each.name for each in routings() if each.case == case]
-        self._routing = _menu("routing", [(name, name) for name in names], find_routing(case, routing).name)
+        self._routing = _menu("routing", find_routing(case, routing).name, names)
+        self._menus = (self._device, self._case, self._routing)
         self._literals = {choice.name: _literal(choice) for choice in self.session.choices if len(choice.values) > 1}
-        self._swept = {name: _tick(name) for name in self._literals}
+        small = {"width": "22px", "flex": "0 0 auto"}
+        self._swept = {
+            name: ipywidgets.Checkbox(value=False, indent=False, tooltip=f"Vary {name} in a sweep", layout=small)
+            for name in self._literals
+        }
         self._verdict, self._gauges, self._bound, self._rows = (ipywidgets.HTML() for _ in range(4))
         self._message, self._text, self._table = (ipywidgets.HTML() for _ in range(3))
         self._roofline, self._trials = _picture(), _picture()
         self._progress = ipywidgets.IntProgress(layout={"width": "100%", "display": "none"})
-        self._buttons = {}
-        for key, (text, tooltip) in _BUTTONS.items():
+        self._buttons: dict[str, ipywidgets.Button] = {}
+        for key, (text, tooltip) in itertools.chain.from_iterable(row.items() for row in _BUTTONS.values()):
             self._buttons[key] = ipywidgets.Button(description=text, tooltip=tooltip, layout={"width": "auto"})
-            action = functools.partial(self._show, key) if key in ("source", "diff") else getattr(self, f"_{key}")
-            self._buttons[key].on_click(lambda _, action=action: _guarded(self._message, action))
+            self._buttons[key].on_click(functools.partial(self._press, getattr(self, f"_{key}")))
         self._buttons["check"].button_style = "primary"
-        self._shown = ""
-        self._asked_to_replace = False
-        menus = [self._device, self._case, self._routing]
-        super().__init__([*menus, *self._literals.values()], self._arranged(menus))
-        for menu in menus:
-            menu.observe(lambda change: _guarded(self._message, self._show_history), names="value")
-        for tick in self._swept.values():
-            tick.observe(lambda change: self._enable(busy=self.session.work.busy), names="value")
+        self._shown, self._asked_to_replace = "", False
+        super().__init__([*self._menus, *self._literals.values(), *self._swept.values()], self._arranged())
         self._update()
         self._show_history()
         self._enable(busy=False)
 
-    def _arranged(self, menus: Sequence[ipywidgets.Widget]) -> list[ipywidgets.Widget]:
-        rows, group = [], ""
-        for name, control in self._literals.items():
-            first = name.partition("_")[0]
-            if first != group and first.startswith("STAGE") and first[5:].isdigit():
-                rows.append(ipywidgets.HTML(f"<b>Stage {first[5:]}</b>"))
-            group = first
-            rows.append(ipywidgets.HBox([self._swept[name], control]))
-        constants = [f"{each.name} = {each.value!r}" for each in self.session.choices if len(each.values) == 1]
-        if constants:
-            rows.append(ipywidgets.HTML(f"<small>Constants: {html.escape(', '.join(constants))}</small>"))
-        head = ipywidgets.HTML(f"<b>Tiles of {html.escape(self.session.step)}</b>; tick what a sweep shall vary")
-        left = ipywidgets.VBox([head, *rows, self._rows], layout={"width": "390px", "flex": "0 0 auto"})
-        right = ipywidgets.VBox(
-            [self._verdict, self._gauges, self._roofline, self._bound], layout={"flex": "1 1 420px", "min_width": "0"}
-        )
-        buttons = list(self._buttons.values())
-        mine = ipywidgets.HTML("<small>this configuration</small>", layout={"width": "120px"})
-        all_of_them = ipywidgets.HTML("<small>sweep and history</small>", layout={"width": "120px"})
-        return [
-            ipywidgets.HBox(menus, layout=_WRAP), ipywidgets.HBox([left, right], layout=_WRAP),
-            ipywidgets.HBox([mine, *buttons[:6]], layout={"flex_flow": "row wrap"}),
-            ipywidgets.HBox([all_of_them, *buttons[6:]], layout={"flex_flow": "row wrap"}),
-            self._progress, self._message, self._text, self._table, self._trials,
-        ]  # fmt: skip
+    def _arranged(self) -> list[ipywidgets.Widget]:
+        box, words = ipywidgets.HBox, ipywidgets.HTML
+        left = [words(f"<b>Tiles of {html.escape(self.session.step)}</b>; tick what a sweep shall vary")]
+        for stage, names in itertools.groupby(self._literals, re.compile(r"^STAGE(\d+)").findall):
+            left += [words(f"<b>Stage {number}</b>") for number in stage]
+            left += [box([self._swept[name], self._literals[name]]) for name in names]
+        if constants := [f"{each.name} = {each.value!r}" for each in self.session.choices if len(each.values) == 1]:
+            left.append(words(f"<small>Constants: {html.escape(', '.join(constants))}</small>"))
+        right = [self._verdict, self._gauges, self._roofline, self._bound]
+        columns = [
+            ipywidgets.VBox([*left, self._rows], layout={"width": "390px", "flex": "0 0 auto"}),
+            ipywidgets.VBox(right, layout={"flex": "1 1 420px", "min_width": "0"}),
+        ]
+        rows = []
+        for title, buttons in _BUTTONS.items():
+            head = words(f"<small>{title}</small>", layout={"width": "120px"})
+            rows.append(box([head, *(self._buttons[key] for key in buttons)], layout={"flex_flow": "row wrap"}))
+        below = [self._progress, self._message, self._text, self._table, self._trials]
+        return [box(self._menus, layout=_WRAP), box(columns, layout=_WRAP), *rows, *below]
 
     # ---- state and readout
 
@@ -292,7 +269,7 @@ class TileExplorer(_Panel):
     @property
     def setting(self) -> Setting:
         """Device, case and routing of the menus."""
-        return Setting(self._device.value, self._case.value, self._routing.value)
+        return Setting(*(menu.value for menu in self._menus))
 
     def static_figure(self) -> tuple[Figure, str]:
         """The readout as a figure."""
@@ -300,32 +277,64 @@ class TileExplorer(_Panel):
         return draw(readout), readout.description
 
     def _moved(self, change: dict[str, Any]) -> None:
+        if change["owner"] in self._swept.values():
+            self._enable(busy=self.session.work.busy)
+            return
         self._asked_to_replace = False
         super()._moved(change)
+        if change["owner"] in self._menus:
+            _guarded(self._message, self._show_history)
 
     def _update(self) -> None:
         _guarded(self._verdict, self._draw)
 
     def _draw(self) -> None:
         submission, setting = self.submission, self.setting
-        if self._shown:
-            self._text.value = self._shown_html()
+        self._show_text()
         if not self.session.is_read(submission, setting):
             self._verdict.value = _note("TileLang reads this configuration; the figures are still those before it.")
         readout = self.session.read(submission, setting)
         self._verdict.value = _note(readout.sentence, {True: "good", False: "bad", None: ""}[readout.fits])
-        self._gauges.value = f'<div class="moe-lab-gauges">{"".join(map(_gauge_html, readout.gauges))}</div>'
-        self._rows.value = _rows_html(readout)
+        self._gauges.value, self._rows.value = gauges_html(readout), rows_html(readout)
         self._bound.value = html.escape(readout.bound_sentence)
         self._roofline.value = _roofline_png(replace(readout, title="", sentence="", gauges=(), columns=(), rows=()))
         self.session.read_ahead(submission, setting)
 
+    def _show_text(self) -> None:
+        shown, mine = "", Submission(self.submission.source, "this configuration")
+        if self._shown == "diff":
+            shown = self.session.base.diff(mine) or "No difference: these are the step's own values."
+        elif self._shown:
+            shown = mine.source
+        self._text.value = _pre(shown) if shown else ""
+
+    def _show_history(self) -> None:
+        table, history = self.session.summary(), self.session.history
+        note = _note(history.problem[0].upper() + history.problem[1:] + ".", "bad") if history.problem else ""
+        self._trials.layout.display = "none" if table.empty else ""
+        if table.empty:
+            self._table.value = f"{note}<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
+            return
+        rows = table.head(_MOST_ROWS).to_html(index=False, border=0, na_rep="", float_format="{:.3f}".format)
+        more = f", {_MOST_ROWS} of {len(table)}" if len(table) > _MOST_ROWS else ""
+        self._table.value = (
+            f"{note}<b>Tried so far</b>, newest first{more} ({html.escape(str(history.path))})"
+            f'<div class="moe-lab-scroll" tabindex="0">{rows}</div>'
+        )
+        self._trials.value = _png(draw_trials(history.trials(), self.setting))
+
     # ---- buttons
+
+    def _press(self, action: Callable[[], object], button: ipywidgets.Button) -> None:
+        _guarded(self._message, action)
 
     def _say(self, text: str, kind: str = "", details: str = "") -> None:
         self._message.value = _note(text, kind, details)
 
-    def _start(self, work: Callable[[], object], *, pausable: bool = False) -> None:
+    def _start(self, task: Callable[[Submission, Setting], object], *, pausable: bool = False) -> None:
+        """Do something long with the present configuration."""
+        work = functools.partial(task, self.submission, self.setting)
+
         def run() -> None:
             try:
                 _guarded(self._message, work)
@@ -355,23 +364,19 @@ class TileExplorer(_Panel):
         self._buttons["sweep"].description = f"Sweep {count}" if count > 1 else "Sweep"
 
     def _check(self) -> None:
-        submission, setting = self.submission, self.setting
-        self._start(lambda: self._show_report(self.session.check(submission, setting, self._say)))
+        self._start(lambda what, setting: self._show_report(self.session.check(what, setting, self._say)))
 
     def _time(self) -> None:
-        submission, setting = self.submission, self.setting
-
-        def work() -> None:
+        def task(submission: Submission, setting: Setting) -> None:
             times = self.session.time(submission, setting, self._say)
-            speed = times.baseline_ms / times.time_ms
             both = f"{times.time_ms:.3f} ms, the baseline {times.baseline_ms:.3f} ms"
-            self._say(f"{both}: {speed:.2f} times as fast ({times.where}).", "good")
+            self._say(f"{both}: {times.baseline_ms / times.time_ms:.2f} times as fast ({times.where}).", "good")
 
-        self._start(work)
+        self._start(task)
 
     def _show_report(self, report: Report, before: str = "") -> None:
         text = f"{before}{str(report.verdict).replace('_', ' ')}: {report.sentence}"
-        self._say(text, "good" if report.accepted else "bad", _pre(report.render()))
+        self._say(text, "good" if report.accepted else "bad", report.render())
 
     def _offers(self) -> dict[str, tuple[LiteralValue, ...]]:
         """Values of the ticked literals."""
@@ -379,26 +384,25 @@ class TileExplorer(_Panel):
         return {choice.name: choice.values for choice in self.session.choices if choice.name in ticked}
 
     def _sweep(self) -> None:
-        offers, now, setting = self._offers(), self.values, self.setting
+        offers, now = self._offers(), self.values
         count = math.prod(map(len, offers.values()))
         if count > _MOST_CONFIGURATIONS:
             raise ExplorerError(
                 f"got {count} configurations, expected at most {_MOST_CONFIGURATIONS}: tick fewer literals at a time"
             )
-        values = [{**now, **changed} for changed in grid(offers)]
         self._progress.max, self._progress.value, self._progress.layout.display = count, 0, ""
 
         def say(done: int, text: str) -> None:
             self._progress.value = done
-            pause = " (paused)" if self.session.work.paused else ""
-            self._say(f"{done + 1} of {count}{pause}: {text}")
+            self._say(f"{done + 1} of {count}{' (paused)' if self.session.work.paused else ''}: {text}")
 
-        def work() -> None:
+        def task(_: Submission, setting: Setting) -> None:
+            values = [{**now, **changed} for changed in grid(offers)]
             verdicts = self.session.sweep(values, setting, say, self._show_history)
             found = ", ".join(f"{number} {verdict.replace('_', ' ')}" for verdict, number in verdicts.most_common())
             self._say(f"Tried {count}: {found}.", "good")
 
-        self._start(work, pausable=True)
+        self._start(task, pausable=True)
 
     def _pause(self) -> None:
         work = self.session.work
@@ -413,21 +417,19 @@ class TileExplorer(_Panel):
             self.session.work.stop()
 
     def _export(self) -> None:
-        submission, setting, session = self.submission, self.setting, self.session
-        self._asked_to_replace = session.would_replace(submission) and not self._asked_to_replace
+        session, wrote = self.session, f"Wrote {self.session.target}. "
+        self._asked_to_replace = session.would_replace(self.submission) and not self._asked_to_replace
         if self._asked_to_replace:
             self._say(f"{session.target} holds another text. Press Export again to replace it.", "bad")
         else:
-            wrote = f"Wrote {session.target}. "
-            self._start(lambda: self._show_report(session.export(submission, setting, self._say), wrote))
+            self._start(lambda what, setting: self._show_report(session.export(what, setting, self._say), wrote))
 
     def _reset(self) -> None:
         self.values = self.session.base.values
         self._say("Back to the step's own values.")
 
     def _best(self) -> None:
-        best = self.session.history.best()
-        if best is not None:
+        if (best := self.session.history.best()) is not None:
             self.values = best.values
             text = f"Restored: {self.session.changes(best.values) or 'the step itself'}."
             if self.submission.source_hash == best.source_hash:
@@ -438,66 +440,12 @@ class TileExplorer(_Panel):
     def _csv(self) -> None:
         self._say(f"Wrote {self.session.history.save_csv('tile_explorer.csv')}.", "good")
 
-    def _show(self, what: str) -> None:
+    def _source(self, what: str = "source") -> None:
         self._shown = "" if self._shown == what else what
-        self._text.value = self._shown_html()
+        self._show_text()
 
-    def _shown_html(self) -> str:
-        mine = Submission(self.submission.source, "this configuration")
-        if self._shown == "diff":
-            return _pre(self.session.base.diff(mine) or "No difference: these are the step's own values.")
-        return _pre(mine.source) if self._shown else ""
-
-    def _show_history(self) -> None:
-        table, history = self.session.summary(), self.session.history
-        note = _note(history.problem[0].upper() + history.problem[1:] + ".", "bad") if history.problem else ""
-        if table.empty:
-            self._table.value = f"{note}<p>Nothing tried yet: what you check, sweep or export is kept here.</p>"
-            self._trials.layout.display = "none"
-            return
-        rows = table.head(_MOST_ROWS).to_html(index=False, border=0, na_rep="", float_format="{:.3f}".format)
-        more = f", {_MOST_ROWS} of {len(table)}" if len(table) > _MOST_ROWS else ""
-        self._table.value = (
-            f"{note}<b>Tried so far</b>, newest first{more} ({html.escape(str(history.path))})"
-            f'<div class="moe-lab-scroll" tabindex="0">{rows}</div>'
-        )
-        self._trials.value = _png(draw_trials(history.trials(), self.setting))
-        self._trials.layout.display = ""
-
-
-def _literal(choice: Choice) -> ipywidgets.Widget:
-    """The control for one literal: a tick for True and False, a menu for words, a slider for numbers."""
-    shared = {
-        "description": choice.name, "value": choice.value, "tooltip": choice.comment,
-        "style": {"description_width": "125px"}, "layout": {"width": "350px"},
-    }  # fmt: skip
-    if isinstance(choice.value, bool):
-        return ipywidgets.Checkbox(**shared)
-    kind = ipywidgets.Dropdown if isinstance(choice.value, str) else ipywidgets.SelectionSlider
-    return kind(options=[(str(value), value) for value in choice.values], **shared)
-
-
-def _tick(name: str) -> ipywidgets.Checkbox:
-    layout = {"width": "22px", "flex": "0 0 auto"}
-    return ipywidgets.Checkbox(value=False, indent=False, tooltip=f"Vary {name} in a sweep", layout=layout)
-
-
-def _gauge_html(gauge: Gauge) -> str:
-    over = gauge.share > 1
-    # The whole bar is 125% of the limit, so that the limit is a line inside it and not its end.
-    fill = f'<div class="{"moe-lab-over" if over else ""}" style="width: {min(gauge.share, 1.25) * 80:.1f}%"></div>'
-    limit = '<span style="left: 80%"></span>' if gauge.limit else ""
-    return (
-        f"<div>{html.escape(gauge.label)}</div>"
-        f'<div class="moe-lab-bar" aria-hidden="true">{fill}{limit}</div>'
-        f"<div>{html.escape(gauge.text)}{', <b>too much</b>' if over else ''}</div>"
-    )
-
-
-def _rows_html(readout: Readout) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in readout.columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in readout.rows)
-    return f'<table class="moe-lab-facts"><thead><tr>{head}</tr></thead>{body}</table>'
+    def _diff(self) -> None:
+        self._source("diff")
 
 
 # --- layout and roofline ---------------------------------------------------------------------------------------------
@@ -522,22 +470,17 @@ class _Plotter(_Panel):
 class LayoutExplorer(_Plotter):
     """Group sizes, block size and padding rule: the layout they give and what it wastes.
 
-    Args:
-        sizes: valid rows of each expert; by default a random routing of the contest's case 1.
-
-    Raises:
-        ContractError: for sizes that no layout can have.
+    ``sizes`` are the valid rows of each expert, by default of a random routing of the contest's case 1. Raises
+    ContractError for sizes that no layout can have.
     """
 
     def __init__(self, sizes: Sequence[int] | None = None) -> None:
         wanted = find_routing(1, "multinomial-0").sizes if sizes is None else GroupedLayout(tuple(sizes)).sizes
-        self._sizes = ipywidgets.Text(
-            value=" ".join(map(str, wanted)), description="rows of each expert", continuous_update=False,
-            layout={"width": "420px"}, style={"description_width": "initial"},
-        )  # fmt: skip
+        text = " ".join(map(str, wanted))
+        self._sizes = _control(ipywidgets.Text, "rows of each expert", text, "420px", continuous_update=False)
         self._block = _block_slider(128)
         rules = [("ceil(n / block)", "ceil"), ("ceil((n + 1) / block)", "plus_one")]
-        self._rule = _menu("blocks of n rows", rules, "ceil")
+        self._rule = _menu("blocks of n rows", "ceil", rules)
         super().__init__(self._sizes, self._block, self._rule)
 
     def static_figure(self) -> tuple[Figure, str]:
@@ -552,14 +495,8 @@ class LayoutExplorer(_Plotter):
 class RooflineExplorer(_Plotter):
     """Device, case and block size: the bound of the case, and what padding and a second read of the weights make of it.
 
-    Args:
-        device: key of a device.
-        case: number of the contest's case.
-        block: rows of a block; every expert has the same number of rows.
-
-    Raises:
-        DataError: for a device that does not exist.
-        ContractError: for a case that is none of the contest's.
+    Every expert has the same number of rows. Raises DataError for a device that does not exist, ContractError for a
+    case that is none of the contest's.
     """
 
     def __init__(self, device: str = "c500", case: int = 1, block: int = 128) -> None:
@@ -578,17 +515,8 @@ class RooflineExplorer(_Plotter):
         ):
             whole = work(case, weight_passes=passes, block=self._block.value).whole
             least = bound(replace(whole, flops=whole.padded_flops) if padded else whole, roof)
-            dots.append(
-                plots.Point(f"{label}: {least.time_ms:.3f} ms", whole.intensity, whole.flops / least.time_ms / 1e9)
-            )
-            words.append(f"{label}: {least.time_ms:.3f} ms, {least.side} binds")
+            label = f"{label}: {least.time_ms:.3f} ms"
+            dots.append(plots.Point(label, whole.intensity, whole.flops / least.time_ms / 1e9))
+            words.append(f"{label}, {least.side} binds")
         figure, _ = plots.roofline([roof], dots)
         return figure, f"{case.name} on the {roof.title}, blocks of {self._block.value}. {'; '.join(words)}."
-
-
-def _block_slider(block: int) -> ipywidgets.SelectionSlider:
-    """Rows of a block: powers of two, and what a tile of tokens may be between them."""
-    return ipywidgets.SelectionSlider(
-        options=sorted({16, 32, 48, 64, 96, 128, 160, 192, 256, block}), value=block, description="rows of a block",
-        layout={"width": "330px"}, style={"description_width": "initial"},
-    )  # fmt: skip

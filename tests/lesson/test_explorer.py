@@ -22,8 +22,8 @@ from moe_lab.lesson.explorer import (
     Setting,
     Stopped,
     Trial,
-    draw_trials,
 )
+from moe_lab.lesson.readout import draw_trials
 from moe_lab.lesson.stopwatch import Times
 from moe_lab.machine import backend
 from moe_lab.model.choices import choices, grid, offered

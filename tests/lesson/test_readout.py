@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from moe_lab.lesson.readout import Gauge, draw, draw_roofline, read_out
+from moe_lab.lesson.readout import Gauge, draw, read_out
 from moe_lab.machine.devices import device
 from moe_lab.model.choices import choices
 from moe_lab.model.roofline import bound, work
@@ -106,7 +106,7 @@ def test_a_kernel_that_decides_at_run_time_what_it_computes_gets_no_bound_of_its
     assert "no bound of its own" in found.bound_sentence
     assert found.case_ms == pytest.approx(0.396, rel=0.01)
     # The case's own mark is left, and nothing else is claimed.
-    assert len(draw_roofline(found).axes[0].lines) == 3
+    assert len(draw(found, gauges=False).axes[0].lines) == 3
 
 
 def test_what_cannot_be_followed_is_one_sentence():
@@ -134,8 +134,8 @@ def test_figures_and_their_words_say_the_same():
     for line in roof.lines[2:]:
         for at, rate in zip(line.get_xdata(), line.get_ydata(), strict=True):
             assert rate <= min(found.roof.peak_tflops, at * found.roof.bandwidth_tbps) * 1.0001
-    assert len(draw_roofline(found).axes) == 1
-    assert len(draw_roofline(baseline(None)).axes) == 1
+    assert len(draw(found, gauges=False).axes) == 1
+    assert len(draw(baseline(None), gauges=False).axes) == 1
 
 
 def test_fifty_random_configurations_each_have_a_reason_or_fit():

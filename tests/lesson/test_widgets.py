@@ -98,7 +98,7 @@ def test_every_literal_of_every_step_has_a_control_or_is_shown_as_a_constant(mak
 
 def test_every_routing_of_the_menu_exists_for_every_case(make):
     panel = make()
-    names = {name for _, name in panel._routing.options}
+    names = set(panel._routing.options)
     assert all({each.name for each in routings() if each.case == number} == names for number in CASES)
 
 
