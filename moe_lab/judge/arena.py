@@ -79,7 +79,8 @@ class Arena:
         path, places = f"/proc/{os.getpid()}/fd/{self._file}", list(self._places.values())
         #: What the worker needs to see the same tensors.
         self.shared: dict[str, Any] = {"path": path, "size_bytes": size_bytes, "places": places}
-        self.buffer = map_file(path, size_bytes)  # (size_bytes,) uint8, the judge's mapping
+        # (size_bytes,), the judge's mapping.
+        self.buffer = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
         self._written: list[tuple[str, int, torch.Tensor]] = []
 
     def attach(self, handle: list[Any] | None) -> None:
@@ -132,11 +133,6 @@ def tensors_in(buffer: torch.Tensor, places: Iterable[tuple[int, tuple[int, ...]
     for start, shape, name in places:
         dtype: torch.dtype = getattr(torch, name)
         yield buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def map_file(path: str, size_bytes: int) -> torch.Tensor:
-    """Map a file: (size_bytes,) uint8, which keeps the mapping alive."""
-    return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
 
 
 def share(buffer: torch.Tensor) -> list[Any] | None:

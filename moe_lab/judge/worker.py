@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_lab.judge import sandbox
-from moe_lab.judge.arena import map_file, share, tensors_in
+from moe_lab.judge.arena import share, tensors_in
 from moe_lab.judge.rules import WORDS
 from moe_lab.machine import backend
 from moe_lab.machine.timing import interleave
@@ -174,7 +174,7 @@ class _Session:
 
     def on_open(self, arena: int, path: str, size_bytes: int, places: list[Any]) -> Answer:
         """Map the arguments, or make room for them on the device."""
-        memory, handle, file = map_file(path, size_bytes), None, None
+        memory, handle, file = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8), None, None
         if self._device != "cpu":
             file = memory
             try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_lab.judge import Verdict, judge
-from moe_lab.judge.arena import Arena, map_file, tensors_in
+from moe_lab.judge.arena import Arena, tensors_in
 from moe_lab.judge.plan import Call, Group, Plan
 from moe_lab.problem.contract import ARGUMENTS, Case
 from moe_lab.problem.inputs import make_inputs
@@ -47,7 +47,7 @@ def arena_of(*, sparse: bool = False) -> tuple[Arena, dict[str, torch.Tensor], t
     """A filled arena, and as the worker sees it: tensors and bytes."""
     arena = Arena(INPUTS, sparse=sparse)
     arena.write(INPUTS)
-    there = map_file(arena.shared["path"], arena.shared["size_bytes"])
+    there = torch.from_file(arena.shared["path"], shared=True, size=arena.shared["size_bytes"], dtype=torch.uint8)
     return arena, dict(zip(NAMES, tensors_in(there, arena.shared["places"]), strict=True)), there
 
 
