@@ -21,11 +21,12 @@ _NAMES = {
     "Submission": "problem.submission",
     "STEPS step": "steps",
     "device": "machine.devices",
-    "balanced work": "model.roofline",
+    "balanced bound work": "model.roofline",
     "Report Verdict": "judge.verdict",
+    "baseline_times_ms score": "judge.score",
     "MoE fused_moe": "speed.moe",
     "show": "lesson.display",
-    "check": "lesson.exercises",
+    "check predict": "lesson.exercises",
 }
 _HOMES = {name: f"{__name__}.{home}" for names, home in _NAMES.items() for name in names.split()}
 

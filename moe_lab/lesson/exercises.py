@@ -10,6 +10,7 @@ answer names it.
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import random
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+import moe_lab
 from moe_lab.lesson import kernels
 from moe_lab.problem.contract import CASES, Case, data_dir
 from moe_lab.problem.errors import DataError, ExerciseError
@@ -54,8 +56,8 @@ class Exercise:
     reference: str = ""  # what its last argument holds afterwards
 
     def run(self, code: str) -> Any:
-        """Execute ``code`` and return what it bound to ``answer``; a kernel's source runs in a process of its own."""
-        if self.kind == "kernel":
+        """Execute ``code`` and return what it bound to ``answer``; kernels and submissions stay source."""
+        if self.kind in ("kernel", "submission"):
             return code
         namespace = dict(_NAMES)
         exec(code, namespace)
@@ -126,6 +128,10 @@ def _of_a_cheat(exercise: Exercise, answer: Any) -> Observation:
     return [(f"{exercise.answer}(source)", edited)]
 
 
+def _of_a_submission(exercise: Exercise, answer: Any) -> Observation:
+    return [(exercise.answer, _judged(answer.partition("\n")[2]))]  # below the cell magic
+
+
 @functools.cache
 def _judged(source: str) -> _Outcome:
     """What one routing of the judge says to a text."""
@@ -152,6 +158,7 @@ KINDS: dict[str, Callable[[Exercise, Any], Observation]] = {
     "function": _of_a_function,
     "cheat": _of_a_cheat,
     "kernel": kernels.observe,
+    "submission": _of_a_submission,
 }
 
 
@@ -221,6 +228,45 @@ def _explain(exercise: Exercise, got: Observation | Exception, expected: Observa
     return ExerciseError(f"{sentence}. It is none of the usual mistakes; the hints below may help.")
 
 
+def predict(key: str, guess: Any) -> None:
+    """Say how far a guess is from the answer, which ``notebooks/exercises/predictions.yaml`` computes.
+
+    Args:
+        key: the prediction.
+        guess: a number, or one of the words that the question offers; ``...`` for none yet.
+
+    Raises:
+        ExerciseError: for an unknown key, or a guess that is neither.
+
+    >>> predict("rows_of_out", ...)
+    No guess yet: put yours in the place of the ... and run this cell.
+    >>> predict("rows_of_out", 256)
+    Your guess 256, the answer 384 rows: 1.5 times your guess.
+    """
+    if (entry := PREDICTIONS.get(key)) is None:
+        raise ExerciseError(f"got prediction {key!r}, expected one of {', '.join(PREDICTIONS)}")
+    words = entry.get("words", [])
+    if guess is ...:
+        choose = f" Choose one of {', '.join(map(repr, words))}." if words else ""
+        print(f"No guess yet: put yours in the place of the ... and run this cell.{choose}")
+        return
+    if guess not in words if words else isinstance(guess, bool) or not isinstance(guess, (int, float)):
+        raise ExerciseError(f"got {guess!r}, expected {' or '.join(map(repr, words)) or 'a number'}")
+    names = {node.id for node in ast.walk(ast.parse(entry["answer"])) if isinstance(node, ast.Name)}
+    known = {name: getattr(moe_lab, name) for name in names if hasattr(moe_lab, name)}
+    answer = eval(entry["answer"], {**_NAMES, **known})
+    if words:
+        print("Right." if guess == answer else f"The answer is {answer!r}. See below why.")
+        return
+    said = f"Your guess {_show(guess)}, the answer {answer:.3g} {entry['unit']}"
+    if math.isclose(guess, answer, rel_tol=0.01):
+        print(f"{said}: right.")
+    elif guess > 0 < answer and (ratio := answer / guess):
+        print(f"{said}: {ratio:{'.2g' if ratio < 10 else '.0f'}} times your guess.{' Close!' * (0.8 < ratio < 1.25)}")
+    else:
+        print(f"{said}.")
+
+
 def _has_gap(answer: Any) -> bool:
     """Whether ``...`` is still the answer or somewhere in the code of a function."""
 
@@ -229,6 +275,8 @@ def _has_gap(answer: Any) -> bool:
 
     if isinstance(answer, (tuple, list)):
         return any(item is ... for item in answer)
+    if isinstance(answer, str) and answer.startswith("%%"):
+        return bool(kernels.gaps(answer.partition("\n")[2]))
     code = getattr(answer, "__code__", None)
     return answer is ... or (isinstance(code, CodeType) and in_code(code))
 
@@ -273,12 +321,14 @@ def _show(item: Any) -> str:
 
 # --- the exercises ---------------------------------------------------------------------------------------------------
 
+_FOLDER = data_dir().parent / "notebooks" / "exercises"
 #: Every exercise by key, in the order of the notebooks.
 EXERCISES: dict[str, Exercise] = {
-    exercise.key: exercise
-    for path in sorted((data_dir().parent / "notebooks" / "exercises").glob("*.yaml"))
-    for exercise in _read(path)
+    exercise.key: exercise for path in sorted(_FOLDER.glob("[0-9]*.yaml")) for exercise in _read(path)
 }
+#: What is predicted, by key: ``answer`` (Python over the names of :mod:`moe_lab`), its ``unit`` or the ``words`` to
+#: choose from.
+PREDICTIONS: dict[str, dict[str, Any]] = yaml.safe_load((_FOLDER / "predictions.yaml").read_text(encoding="utf-8"))
 
 
 def of_notebook(notebook: str) -> list[Exercise]:

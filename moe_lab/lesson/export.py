@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.problem.errors import ExportError, MoeLabError
 from moe_lab.problem.submission import Submission, read_file
+from moe_lab.steps import step
 
 if TYPE_CHECKING:
     from moe_lab.judge.rules import Profile
 
 #: Cell tag and cell magic that mark the final cell.
 TAG = "submission"
+#: The kernel that a reader of notebook 05 wrote, beside the notebooks; notebook 08 begins with it.
+OWN_KERNEL = "my_kernel.py"
 
 
 def submission_cell(notebook: str | os.PathLike[str]) -> str:
@@ -73,19 +76,33 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def _submission_magic(line: str, cell: str) -> None:
-    """``%%submission FILE``: write the cell to FILE, then judge that file and show the verdict."""
+    """``%%submission FILE``: write the cell to FILE, then judge that file and show the verdict.
+
+    A cell that still holds the baseline takes the reader's own kernel, if there is one.
+    """
     from IPython.core.error import UsageError
     from IPython.core.getipython import get_ipython
     from IPython.display import display
 
     from moe_lab.judge import judge
+    from moe_lab.lesson.kernels import gaps
 
     # IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have.
-    kernel = getattr(get_ipython(), "kernel", None)
+    shell = get_ipython()
+    kernel = getattr(shell, "kernel", None)
     typed = kernel.get_parent()["content"]["code"].partition("\n")[2] if kernel else cell
-    target = Path(line.strip() or "submission.py")
+    source = typed if typed + "\n" == cell else cell
+    target, own = Path(line.strip() or "submission.py"), Path(os.environ.get("MOE_LAB_OWN_KERNEL", OWN_KERNEL))
     try:
-        written = Submission.from_file(export(Submission(typed if typed + "\n" == cell else cell, target.name), target))
+        if own.is_file() and source.strip() == step("s0_baseline").source.strip():
+            source = Submission.from_file(own).source
+            shell.set_next_input(f"%%{TAG} {line}\n{source}", replace=True)
+            print(f"This cell now holds your own kernel, {own}, from notebook 05.")
+        missing = [str(number + 1) for number in gaps(source)]  # the magic is line 1 of the cell
+        if missing:
+            print(f"Not filled in yet: replace each ... and run this cell again (lines {', '.join(missing)}).")
+            return
+        written = Submission.from_file(export(Submission(source, target.name), target))
         handle = display({"text/plain": "judging ..."}, raw=True, display_id=True)
         report = judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
         handle.update(report)

@@ -47,12 +47,23 @@ def solved(exercise: Exercise, answer: Any) -> bool:
     """
     source = _source(answer)
     # A compiler drops a line that says `...` alone.
-    if any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(source))):
+    if gaps(source):
         return False
     got, expected = observe(exercise, answer), observe(exercise, exercise.solution)
     if agree(got, expected):
         return True
     raise _explain(exercise, source, got, dict(expected))
+
+
+def gaps(source: str) -> list[int]:
+    """The lines where ``...`` is still to be replaced; in an index, as in ``x[..., 0]``, it says something."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return []
+    indices = {part for node in ast.walk(tree) if isinstance(node, ast.Subscript) for part in ast.walk(node.slice)}
+    left = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value is ...]
+    return [node.lineno for node in left if node not in indices]
 
 
 def observe(exercise: Exercise, answer: Any) -> list[tuple[str, Any]]:

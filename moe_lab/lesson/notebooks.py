@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import html
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,7 @@ def execute(notebook: NotebookNode, name: str) -> NotebookNode:
     from tqdm import tqdm
 
     notebook = copy.deepcopy(notebook)
+    os.environ["MOE_LAB_OWN_KERNEL"] = ""  # what is committed is the series, whatever its reader has written
     client = NotebookClient(
         notebook, kernel_name="python3", timeout=CELL_TIMEOUT_S, record_timing=False,
         # The kernel says on stderr that loopback is not encrypted; only its errors are of use here.
@@ -160,10 +162,11 @@ def _cells(exercise: Exercise, number: int) -> list[NotebookNode]:
     folds = {f"Hint {hint}": f"<p>{_inline_html(text)}</p>" for hint, text in enumerate(exercise.hints, start=1)}
     folds["Solution"] = f"<pre><code>{code}</code></pre><p>{_inline_html(exercise.lesson)}</p>"
     details = [f"<details><summary>{title}</summary>{text}</details>" for title, text in folds.items()]
+    check = f'\n\n\ncheck("{exercise.key}", {exercise.answer})'
     markdown, python = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
     cells = {
         "task": markdown(f"### Exercise {number} · {exercise.title}\n\n{exercise.task}"),
-        "gap": python(f'{exercise.gap}\n\n\ncheck("{exercise.key}", {exercise.answer})'),
+        "gap": python(exercise.gap if exercise.kind == "submission" else exercise.gap + check),
         "solution": markdown("\n\n".join(details)),
     }
     for part, cell in cells.items():

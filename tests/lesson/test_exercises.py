@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_lab.lesson import exercises
-from moe_lab.lesson.exercises import EXERCISES, Exercise, check, of_notebook
+from moe_lab.lesson.exercises import EXERCISES, PREDICTIONS, Exercise, check, of_notebook, predict
 from moe_lab.problem.contract import ARGUMENTS, data_dir
 from moe_lab.problem.errors import DataError, ExerciseError
 
@@ -44,7 +44,8 @@ def test_usual_mistake_is_named(exercise: Exercise, mistake: str) -> None:
 
 @EACH
 def test_is_complete_and_its_mistakes_differ(exercise: Exercise) -> None:
-    assert len(exercise.mistakes) >= 2
+    # What is wrong with a whole submission, the judge says.
+    assert len(exercise.mistakes) >= (0 if exercise.kind == "submission" else 2)
     assert len(set(exercise.hints)) == 3
     assert exercise.answer in exercise.gap
     # The cell shows the gap, so the solution must start from the same lines.
@@ -204,3 +205,31 @@ def test_a_broken_file_of_exercises_is_named(tmp_path, old: str, new: str, sente
     (tmp_path / "09_more.yaml").write_text(ENTRY.replace(old, new))
     with pytest.raises(DataError, match=rf"09_more.yaml: got .*({sentence})"):
         exercises._read(tmp_path / "09_more.yaml")
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", PREDICTIONS)
+def test_a_prediction_has_an_answer(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = PREDICTIONS[key]
+    predict(key, ...)
+    assert capsys.readouterr().out.startswith("No guess yet")
+    for guess in entry.get("words", [1.0]):
+        predict(key, guess)
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("Right.") == 1 if "words" in entry else entry["unit"] in said[0]
+
+
+def test_a_guess_is_told_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for guess in (384, 400, 100, 0):
+        predict("rows_of_out", guess)
+    assert capsys.readouterr().out.splitlines() == [
+        "Your guess 384, the answer 384 rows: right.",
+        "Your guess 400, the answer 384 rows: 0.96 times your guess. Close!",
+        "Your guess 100, the answer 384 rows: 3.8 times your guess.",
+        "Your guess 0, the answer 384 rows.",
+    ]
+    for key, guess in (("rows_of_out", "many"), ("side", "left"), ("nonsense", 1)):
+        with pytest.raises(ExerciseError, match="expected"):
+            predict(key, guess)

@@ -110,6 +110,31 @@ def test_the_magic_writes_the_cell_and_judges_the_file(tmp_path, monkeypatch):
     assert [submission.source for submission in judged] == [SOURCE]
 
 
+def test_a_cell_with_gaps_is_told_where_and_writes_nothing(tmp_path, capsys):
+    shell = InteractiveShell.instance()
+    load_ipython_extension(shell)
+    shell.run_cell(f"%%submission {tmp_path / 'my_kernel.py'}\nx = 1\n...\ny = x[..., 0]\nz = ...\n").raise_error()
+    assert "Not filled in yet: replace each ... and run this cell again (lines 3, 5)." in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("begins", ["the baseline", "something else"])
+def test_a_cell_that_holds_the_baseline_takes_the_readers_own_kernel(tmp_path, monkeypatch, begins):
+    judged = []
+    monkeypatch.setattr("moe_lab.judge.judge", lambda written, progress: judged.append(written), raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOE_LAB_OWN_KERNEL", raising=False)
+    own, other = SOURCE + "# mine\n", SOURCE + "# other\n"
+    (tmp_path / "my_kernel.py").write_text(own)
+    shell = InteractiveShell.instance()
+    load_ipython_extension(shell)
+    cell = SOURCE if begins == "the baseline" else other
+    shell.run_cell(f"%%submission submission.py\n{cell}").raise_error()
+    expected = own if begins == "the baseline" else other
+    assert (tmp_path / "submission.py").read_text() == expected == judged[0].source
+    assert (tmp_path / "my_kernel.py").read_text() == own
+
+
 def test_the_magic_refuses_a_broken_cell_with_a_sentence(tmp_path, capsys):
     shell = InteractiveShell.instance()
     load_ipython_extension(shell)

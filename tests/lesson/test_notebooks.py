@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moe_lab.lesson import notebooks
-from moe_lab.lesson.exercises import EXERCISES, of_notebook
+from moe_lab.lesson.exercises import EXERCISES, PREDICTIONS, of_notebook
 from moe_lab.machine import backend
 from moe_lab.problem.errors import NotebookError
 
@@ -41,7 +42,7 @@ def _good():
             "# 02 Padding\n\n**You will be able to** pad.\n\n**Minutes:** 1. **Needs:** no GPU.", id="title-cell"
         ),
         _code("import math", tags=["setup"]),
-        new_markdown_cell("**Predict** the number."),
+        new_markdown_cell("What is the number?"),
         _code("1 + 1", new_output("display_data", data=PICTURE, metadata={"image/png": {"alt": "a line"}})),
         *(new_markdown_cell("", metadata={"tags": [f"task:{key}"]}) for key in _keys("02_grouped_padding")),
         new_markdown_cell("## Recap\n\n**Next:** 03.\n\n**Sources:** none.", id="recap-cell"),
@@ -141,14 +142,12 @@ def test_an_unknown_exercise_is_named() -> None:
 def _problems(notebook, name: str) -> list[str]:
     """What the series asks of an executed notebook and this one lacks, one sentence each."""
     first, last, code = notebook.cells[0], notebook.cells[-1], notebooks.code_cells(notebook)
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     keys = [key for part, key in map(notebooks.exercise_tag, notebook.cells) if part == "task"]
     kept = keys == [exercise.key for exercise in of_notebook(name)] and 1 <= len(keys) <= 7
     setup = ["setup" in _tags(cell) for cell in code]
     size = len(notebooks.to_bytes(notebook))
     fine = {
         f"the first line is no title '# {name[:2]} ...'": re.match(rf"# {name[:2]} \w", first.source),
-        "nothing is predicted before it is run: '**Predict**' is missing": "**Predict**" in text,
         "expected the tag 'setup' on the first code cell and on no other": setup == [True] + [False] * (len(code) - 1),
         f"got the exercises {keys}, expected one to seven, as exercises/{name}.yaml has them": kept,
         "there is no figure": any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs),
@@ -163,7 +162,7 @@ def _problems(notebook, name: str) -> list[str]:
 
 def _problems_of(cell) -> Iterator[str]:
     lines = cell.source.count("\n") + 1
-    if lines > MAX_CELL_LINES and "submission" not in _tags(cell):
+    if lines > MAX_CELL_LINES and not cell.source.startswith("%%submission"):
         yield f"cell {cell.id} has {lines} lines, expected at most {MAX_CELL_LINES}"
     for output in cell.outputs:
         if output.output_type == "error" or output.get("name") == "stderr":
@@ -200,7 +199,6 @@ def _with_output(**fields):
         (lambda n: n.cells.pop(), "'## Recap' is missing"),
         (lambda n: n.cells.pop(0), "no title"),
         (lambda n: n.cells.pop(1), "the tag 'setup'"),
-        (lambda n: n.cells.pop(2), "'**Predict**' is missing"),
         (lambda n: n.cells[3].outputs.clear(), "there is no figure"),
         (_without_alt, "has no description"),
         (lambda n: n.cells[3].update(source="x\n" * 40 + "x"), "has 41 lines"),
@@ -222,8 +220,7 @@ def test_what_is_missing_is_said(spoil, sentence: str) -> None:
 
 def test_long_submission_cells_web_addresses_and_the_vendor_path_are_fine() -> None:
     notebook = _good()
-    notebook.cells[3].source = "x\n" * 200
-    notebook.cells[3].metadata["tags"] = ["submission"]
+    notebook.cells[3].source = "%%submission f.py" + "\nx" * 200
     text = "https://github.com/tile-ai/tilelang/blob/main/x.py, a/b/c, /opt/maca/mxgpu_llvm/lib"
     notebook.cells[3].outputs.append(new_output("stream", name="stdout", text=text))
     assert _problems(notebook, "02_grouped_padding") == []
@@ -294,12 +291,22 @@ def test_setup_cell_imports_what_the_exercises_use(path) -> None:
     here = {alias.asname or alias.name for node in ast.walk(ast.parse("\n".join(lines))) for alias in _aliases(node)}
     known = here | set(dir(builtins))
     for exercise in of_notebook(path.stem):
+        if exercise.kind == "submission":  # a whole file, with its own imports
+            continue
         names = [node for node in ast.walk(ast.parse(exercise.solution)) if isinstance(node, (ast.Name, ast.arg))]
         functions = {node.name for node in ast.walk(ast.parse(exercise.solution)) if isinstance(node, ast.FunctionDef)}
         bound = functions | {
             _name(node) for node in names if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
         }
         assert {_name(node) for node in names} - bound <= known, exercise.key
+
+
+def test_every_prediction_is_asked_once_and_no_notebook_asks_many() -> None:
+    asked = {
+        path.stem: re.findall(r'predict\("(\w+)", \.\.\.\)', path.read_text().replace('\\"', '"')) for path in PATHS
+    }
+    assert max(map(len, asked.values())) <= 5
+    assert sorted(itertools.chain(*asked.values())) == sorted(PREDICTIONS)
 
 
 def _aliases(node: ast.AST) -> list[ast.alias]:
