@@ -63,7 +63,7 @@ def gaps(source: str) -> list[int]:
         return []
     indices = {part for node in ast.walk(tree) if isinstance(node, ast.Subscript) for part in ast.walk(node.slice)}
     left = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value is ...]
-    return [node.lineno for node in left if node not in indices]
+    return sorted(node.lineno for node in left if node not in indices)
 
 
 def observe(exercise: Exercise, answer: Any) -> list[tuple[str, Any]]:

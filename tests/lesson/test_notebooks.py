@@ -339,5 +339,5 @@ def test_notebook_runs_from_the_first_cell_with_no_answers(path) -> None:
 @EACH
 def test_links_to_other_notebooks_lead_somewhere(path) -> None:
     text = "\n".join(cell.source for cell in notebooks.read(path).cells if cell.cell_type == "markdown")
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#\w+)?\)", text)
     assert [target for target in targets if not (path.parent / target).exists()] == []
