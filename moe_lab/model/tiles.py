@@ -57,8 +57,8 @@ class KernelResources:
     @property
     def blocks(self) -> int | None:
         """Blocks of the launch."""
-        known = [extent for extent in self.grid if extent is not None]
-        return math.prod(known) if len(known) == len(self.grid) else None
+        extents: tuple[Any, ...] = self.grid
+        return None if None in extents else math.prod(extents)
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,18 @@ class Resources:
         What the caches catch counts too. Experts with no row are not read, so they are left out of the size.
         """
         size_bytes = 2 * sum(map(bool, self.layout.sizes)) * self.case.hidden * self.case.intermediate
-
-        def passes(name: str) -> float | None:
+        passes: dict[str, float | None] = dict.fromkeys(("gate_w", "up_w", "down_w"))
+        for name in passes:
             found = [kernel.reads_bytes[name] for kernel in kernels or self.kernels if name in kernel.reads_bytes]
-            bytes_read = _sum(found)
-            return bytes_read / size_bytes if found and bytes_read is not None and size_bytes else None
-
-        return {name: passes(name) for name in ("gate_w", "up_w", "down_w")}
+            if found and size_bytes and (bytes_read := _sum(found)) is not None:
+                passes[name] = bytes_read / size_bytes
+        return passes
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
     """Sum of what is known, None if something is not."""
-    every = list(values)
-    return None if None in every else sum(value for value in every if value is not None)
+    found: list[Any] = list(values)
+    return None if None in found else sum(found)
 
 
 def resources(submission: Submission, case: Case, sizes: Sequence[int] | None = None, *, load: str = "") -> Resources:
