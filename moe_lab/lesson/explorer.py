@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,25 +21,24 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_lab import steps
+from moe_lab import judge, steps
+from moe_lab.lesson import stopwatch
+from moe_lab.lesson.export import export
 from moe_lab.lesson.readout import DOES_NOT_FIT, FIRST_CASE_RIGHT, Readout, read_out
 from moe_lab.machine import backend, devices
 from moe_lab.model import tir
 from moe_lab.model.choices import choices
-from moe_lab.problem.contract import CASES, Case
+from moe_lab.problem.contract import CASES, Case, Profile
 from moe_lab.problem.errors import MoeLabError
 from moe_lab.problem.layout import GroupedLayout
 from moe_lab.problem.routings import routing
 from moe_lab.problem.submission import LiteralValue, Submission, write_atomic
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from moe_lab.judge import Report
-    from moe_lab.judge.rules import Profile
-    from moe_lab.lesson.stopwatch import Times
 
 #: Told what is being done.
 Say = Callable[[str], None]
@@ -107,10 +107,8 @@ class History:
         self._trials = [trial for trial in trials if trial.step == step]
         if bad:
             some = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-            self.problem = (
-                f"{len(bad)} of {len(bad) + len(trials)} lines of {self.path} cannot be read (line {some}); they stay "
-                "in the file and are left out here"
-            )
+            self.problem = f"{len(bad)} of {len(bad) + len(trials)} lines of {self.path} cannot be read (line {some}); "
+            self.problem += "they stay in the file and are left out here"
 
     def add(self, trial: Trial) -> None:
         """Remember a trial, here and on disk; :attr:`problem` says so if the file cannot be written."""
@@ -123,10 +121,8 @@ class History:
                 broken = file.tell() and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n"
                 file.write(b"\n" + line if broken else line)
         except OSError as error:
-            self.problem = (
-                f"the history {self.path} cannot be written ({error.strerror}): what is tried now is only kept until "
-                "the kernel stops"
-            )
+            self.problem = f"the history {self.path} cannot be written ({error.strerror}): "
+            self.problem += "what is tried now is only kept until the kernel stops"
 
     def trials(self) -> list[Trial]:
         """Configurations in the order they were first tried, each with its latest verdict and its latest time."""
@@ -150,8 +146,6 @@ class History:
 
         Raises SubmissionError if the folder does not exist or cannot be written to.
         """
-        import pandas as pd
-
         rows = [{**each.model_dump(exclude={"values"}), "speed": each.speed, **each.values} for each in self.trials()]
         return write_atomic(path, pd.DataFrame(rows, dtype=object).to_csv(index=False).encode())
 
@@ -173,8 +167,8 @@ class Background:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._next: Callable[[], None] | None = None
-        self._stop, self._go = threading.Event(), threading.Event()
-        self._go.set()
+        self.paused = False  # whether the work shall wait
+        self._stopped = False
         atexit.register(self._close)
 
     @property
@@ -182,11 +176,6 @@ class Background:
         """Whether something runs."""
         thread = self._thread
         return thread is not None and thread.is_alive()
-
-    @property
-    def paused(self) -> bool:
-        """Whether the work waits for another :meth:`pause`."""
-        return not self._go.is_set()
 
     def start(self, work: Callable[[], None], *, after: bool = False) -> bool:
         """Start some work unless other work still runs; says whether it was started, or will be.
@@ -198,8 +187,7 @@ class Background:
             if self.busy:
                 self._next = work if after else self._next
                 return after
-            self._stop.clear()
-            self._go.set()
+            self.paused = self._stopped = False
             self._thread = threading.Thread(target=self._run, args=(work,), name="moe_lab explorer", daemon=True)
             self._thread.start()
             return True
@@ -213,23 +201,15 @@ class Background:
                 self._thread = self._thread if work else None
 
     def checkpoint(self, *, pausable: bool = True) -> None:
-        """Called by the work: wait while paused, raise Stopped after :meth:`stop`.
-
-        It is not ``pausable`` where waiting would let a time limit of the judge run out.
-        """
-        if pausable:
-            self._go.wait()
-        if self._stop.is_set():
+        """Called by the work: waits while paused, unless a time limit of the judge runs on; raises :class:`Stopped`."""
+        while pausable and self.paused and not self._stopped:
+            time.sleep(0.05)
+        if self._stopped:
             raise Stopped
-
-    def pause(self) -> None:
-        """Wait at the next checkpoint; again: go on."""
-        (self._go.clear if self._go.is_set() else self._go.set)()
 
     def stop(self) -> None:
         """End at the next checkpoint."""
-        self._stop.set()
-        self._go.set()
+        self._stopped = True
 
     def wait(self, timeout_s: float = 30.0) -> bool:
         """Wait until nothing runs and nothing waits; whether that is so."""
@@ -316,7 +296,6 @@ class Session:
 
         ``quick`` runs the case with the group sizes 0, 1, 127, 128 and 129 only, which does not make it accepted.
         """
-        from moe_lab.judge import judge
         from moe_lab.judge.plan import Plan, structural_groups
 
         def progress(text: str) -> None:
@@ -328,22 +307,21 @@ class Session:
         if quick:
             first = structural_groups(random.Random(secrets.randbits(32)))[0]
             plan = Plan(groups=(first,), stop_at_first=True, variants=False, fit=False)
-        report = judge(submission, profile=self.profile, progress=progress, plan=plan)
+        report = judge.judge(submission, profile=self.profile, progress=progress, plan=plan)
         if not quick:
             self._reports[submission.source_hash] = report
         verdict = FIRST_CASE_RIGHT if quick and report.accepted else str(report.verdict)
         self.remember(submission, setting, verdict=verdict, reason=report.sentence, judged_on=report.device)
         return report
 
-    def time(self, submission: Submission, setting: Setting, say: Say) -> Times:
+    def time(self, submission: Submission, setting: Setting, say: Say) -> stopwatch.Times:
         """Time a configuration on this machine, in turns with the baseline, and remember both medians.
 
         Raises ChildError if it does not run here or is wrong.
         """
-        from moe_lab.lesson.stopwatch import time_against_baseline
-
-        checkpoint = functools.partial(self.work.checkpoint, pausable=False)
-        times = time_against_baseline(submission, setting.case, setting.routing, say=say, checkpoint=checkpoint)
+        tick = functools.partial(self.work.checkpoint, pausable=False)
+        asked = (submission, setting.case, setting.routing)
+        times = stopwatch.time_against_baseline(*asked, say=say, checkpoint=tick)
         self.remember(submission, setting, time_ms=times.time_ms, baseline_ms=times.baseline_ms, timed_on=times.where)
         return times
 
@@ -387,8 +365,6 @@ class Session:
         A text that was judged in this session already is not judged again: it is the same bytes. Raises ExportError
         for a violated rule or a folder that cannot be written to; an existing file stays.
         """
-        from moe_lab.lesson.export import export
-
         written = Submission.from_file(export(submission, self.target, self.profile))
         return self._reports.get(written.source_hash) or self.check(written, setting, say)
 
@@ -409,8 +385,6 @@ class Session:
 
     def summary(self) -> pd.DataFrame:
         """The history of this step for the panel, newest first; :meth:`History.save_csv` has every column."""
-        import pandas as pd
-
         rows = [
             {
                 "no.": number, "changed": self.changes(trial.values) or "nothing",

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moe_lab import judge
+from moe_lab.judge import rules
+from moe_lab.problem.contract import Profile
 from moe_lab.problem.errors import ExportError, MoeLabError
 from moe_lab.problem.submission import Submission, read_file
 from moe_lab.steps import step
-
-if TYPE_CHECKING:
-    from moe_lab.judge.rules import Profile
 
 #: Cell tag and cell magic that mark the final cell.
 TAG = "submission"
@@ -57,8 +57,6 @@ def export(submission: Submission, target: str | os.PathLike[str], profile: Prof
     Raises ExportError naming the first violated rule and its line, or a folder that cannot be written to; an existing
     file stays as it was then.
     """
-    from moe_lab.judge import rules
-
     try:
         violations = [finding for finding in rules.check(submission, profile) if finding.level == "violation"]
         if not violations:
@@ -84,7 +82,6 @@ def _submission_magic(line: str, cell: str) -> None:
     from IPython.core.getipython import get_ipython
     from IPython.display import display
 
-    from moe_lab.judge import judge
     from moe_lab.lesson.kernels import gaps
 
     # IPython adds a last newline that the notebook, and so ``moe-lab export``, does not have.
@@ -104,7 +101,7 @@ def _submission_magic(line: str, cell: str) -> None:
             return
         written = Submission.from_file(export(Submission(source, target.name), target))
         handle = display({"text/plain": "judging ..."}, raw=True, display_id=True)
-        report = judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
+        report = judge.judge(written, progress=lambda text: handle.update({"text/plain": text}, raw=True))
         handle.update(report)
     except MoeLabError as error:
         raise UsageError(str(error)) from None

@@ -11,6 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from rich.console import Console
+from rich.table import Table
+
 from moe_lab.lesson.display import BLUE, INK, ORANGE, PALE, RED, canvas
 from moe_lab.machine.devices import Device, Roof
 from moe_lab.model import roofline, tiles
@@ -19,10 +26,6 @@ from moe_lab.problem.routings import routing
 from moe_lab.problem.submission import Submission
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from rich.console import Console
-
     from moe_lab.lesson.explorer import Setting, Trial
 
 #: Verdict of a configuration that the judge never saw, because its tiles do not fit the card.
@@ -86,9 +89,8 @@ class Readout:
 
 
 def read_out(submission: Submission, case_number: int, routing_name: str, device: Device | None) -> Readout:
-    """Say what a configuration needs and what it could reach for a case and routing of the contest.
+    """Say what a configuration needs and what it could reach; ``device`` None is one that nobody has figures of.
 
-    The device is a GPU, a CPU (which has no limits of this kind), or None for a machine that nobody has figures of.
     Raises MoeLabError for text that cannot be followed, or a routing that the case does not have.
     """
     sizes = routing(case_number, routing_name).sizes
@@ -105,11 +107,10 @@ def describe(found: tiles.Resources, routing_name: str, device: Device | None) -
     gpu = device if device is not None and device.kind == "gpu" else None
     fit = tiles.fit(found, gpu) if gpu is not None else None
     roof = best_roof(device) if device is not None else None
-    passes = [_mean(found.weight_passes(kernel).values(), kernel) for kernel in kernels]
+    passes = [_passes(found, kernel) for kernel in kernels]
     work = roofline.work(case, sizes)
     # A mean over the launches is exact where all weights are read equally often, as in every step of the ladder.
-    known = [each for each in passes if each is not None]
-    mean = sum(known) / len(known) if known else None
+    mean = _mean(passes)
     uncached = roofline.work(case, sizes, weight_passes=max(1.0, mean)) if mean is not None else None
     # Blocks that find nothing to do skip the work. Of the padded layout's own blocks none does.
     computed = work.whole.padded_flops / work.whole.flops
@@ -133,11 +134,15 @@ def best_roof(device: Device) -> Roof:
     return device.roof("measured" if device.figure("peak_fp16_tflops", "measured") else "specification")
 
 
-def _mean(passes: Iterable[float | None], kernel: tiles.KernelResources) -> float | None:
+def _passes(found: tiles.Resources, kernel: tiles.KernelResources) -> float | None:
     """How often one launch reads each of its weights, on average; None if it reads none, or unknown."""
-    known = [each for each in passes if each is not None]
-    unknown = any(kernel.reads_bytes.get(name, 0) is None for name in ("gate_w", "up_w", "down_w"))
-    return sum(known) / len(known) if known and not unknown else None
+    passes = found.weight_passes(kernel)
+    return None if any(kernel.reads_bytes.get(name, 0) is None for name in passes) else _mean(passes.values())
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _busiest_flops(kernel: tiles.KernelResources, processors: int) -> int | None:
@@ -194,16 +199,13 @@ def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
 def _rows(
     found: tiles.Resources, fit: tiles.Fit | None, passes: Sequence[float | None], most: str
 ) -> list[tuple[str, ...]]:
-    kernels, ratio = found.kernels, found.work_ratio
-
-    def held(part: tiles.KernelFit) -> str:
-        count = part.blocks_per_processor
-        return "unknown" if count is None else f"{count} ({part.limited_by})" if count else "none"
-
-    def rounds(part: tiles.KernelFit) -> str:
-        if not part.grid_waves:
-            return "none" if part.blocks_per_processor == 0 else "unknown"
-        return f"{part.grid_waves:.2f} in {math.ceil(part.grid_waves)} ({part.wave_efficiency:.0%})"
+    kernels, ratio, held, rounds = found.kernels, found.work_ratio, [], []
+    for part in fit.kernels if fit else ():
+        nothing = {None: "unknown", 0: "none"}.get(part.blocks_per_processor)
+        held.append(nothing or f"{part.blocks_per_processor} ({part.limited_by})")
+        waves = part.grid_waves or 0
+        share = f"{waves:.2f} in {math.ceil(waves)} ({part.wave_efficiency or 0:.0%})" if waves else "unknown"
+        rounds.append(nothing or share)
 
     def known(value: float | None, text: str) -> str:
         return "unknown" if value is None else text
@@ -211,8 +213,8 @@ def _rows(
     rows = {
         "accumulators": [known(k.accumulator_registers, f"{k.accumulator_registers} registers") for k in kernels],
         "blocks": [known(k.blocks, f"{' × '.join(map(str, k.grid))} = {k.blocks}") for k in kernels],
-        "resident blocks": list(map(held, fit.kernels)) if fit else [],
-        "rounds": list(map(rounds, fit.kernels)) if fit else [],
+        "resident blocks": held,
+        "rounds": rounds,
         "reads of a weight": ["none" if each is None else f"{most}{each:.2f}" for each in passes],
         "work with padding": [known(ratio, f"{most}{ratio or 0:.2f} × useful"), *("" for _ in kernels[1:])],
     }
@@ -229,15 +231,13 @@ def print_out(
 
     ``lowered`` is from :func:`moe_lab.model.tiles.lowered_figures`, empty if nobody asked for it.
     """
-    from rich.table import Table
-
     verdict = {True: "fits", False: "does not fit", None: "cannot be told"}[readout.fits]
     console.print(f"{readout.title}: {verdict}\n{readout.sentence}", highlight=False, markup=False)
-    table, kinds = Table(*readout.columns), len(readout.gauges) // (len(readout.columns) - 1)
-    for number in range(kinds):
-        row = readout.gauges[number::kinds]
-        table.add_row(row[0].label.partition(": ")[2], *(gauge.text for gauge in row))
-    for cells in readout.rows:
+    table = Table(*readout.columns)
+    needs: dict[str, list[str]] = {}
+    for gauge in readout.gauges:
+        needs.setdefault(gauge.label.partition(": ")[2], []).append(gauge.text)
+    for cells in [*([what, *texts] for what, texts in needs.items()), *readout.rows]:
         table.add_row(*cells)
     console.print(table)
     lines = [readout.bound_sentence]
@@ -268,9 +268,8 @@ def gauges_html(readout: Readout) -> str:
 
 def rows_html(readout: Readout) -> str:
     """The other figures as a table."""
-    lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in readout.rows]
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in readout.columns)
-    return f'<table class="moe-lab-facts"><thead><tr>{head}</tr></thead>{"".join(lines)}</table>'
+    table = pd.DataFrame(readout.rows, columns=list(readout.columns))
+    return table.to_html(index=False, border=0, classes="moe-lab-facts")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -278,8 +277,6 @@ def rows_html(readout: Readout) -> str:
 
 def draw(readout: Readout, *, gauges: bool = True) -> Figure:
     """Needs against limits unless ``gauges`` are not wanted, and the place on the roofline."""
-    from matplotlib.figure import Figure
-
     # Fixed axes: a layout engine would take longer than everything else, and the frame would move with the labels.
     figure = Figure(figsize=(6.6, 5.2 if gauges else 2.7))
     if gauges:
@@ -314,8 +311,6 @@ def _draw_gauges(axes: Axes, readout: Readout) -> None:
 
 
 def _draw_roofline(axes: Axes, readout: Readout) -> None:
-    from matplotlib.ticker import NullLocator
-
     lands = readout.fits is not False
     title = "Where it can land on the roofline" if lands else "Where it would land on the roofline, if it fitted"
     axes.set_title(title, fontsize=10, loc="left")

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_lab import steps
+from moe_lab.machine import backend
 from moe_lab.machine.child import Child
 from moe_lab.model.roofline import balanced
 from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import ExplorerError
+from moe_lab.problem.routings import routing
 from moe_lab.problem.submission import Submission
 
 
@@ -42,10 +45,7 @@ def time_against_baseline(
 
 def _measure(say: Callable[[str], None], source: str, name: str, number: int, routing_name: str) -> dict[str, Any]:
     """In the child: the fields of the times."""
-    from moe_lab.machine import backend
-    from moe_lab.problem.routings import routing
-    from moe_lab.speed.bench import CPU_CASE, time_case
-    from moe_lab.steps import step
+    from moe_lab.speed.bench import CPU_CASE, time_case  # loads torch
 
     where = backend.prepare()
     if where.kind == "cpu":
@@ -58,7 +58,7 @@ def _measure(say: Callable[[str], None], source: str, name: str, number: int, ro
         say(line)
         said.append(line)
 
-    texts = {"s0_baseline": step("s0"), "this configuration": Submission(source, name)}
+    texts = {"s0_baseline": steps.step("s0"), "this configuration": Submission(source, name)}
     measured = time_case(case, sizes, 0, texts, rounds, tell, alone=True)
     timed = {candidate.name: timing.median_ms for candidate, timing, _ in measured}
     if len(timed) < 2:

@@ -16,10 +16,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
+from IPython import display as notebook
+from matplotlib.figure import Figure
 
+from moe_lab import judge
 from moe_lab.lesson import plots
 from moe_lab.lesson.display import BLUE, RED, show
 from moe_lab.lesson.explorer import HERE, Background, Session, Setting, Stopped
@@ -27,17 +30,11 @@ from moe_lab.lesson.readout import Readout, best_roof, draw, draw_trials, gauges
 from moe_lab.machine.devices import device as find_device
 from moe_lab.model.choices import Choice, grid
 from moe_lab.model.roofline import bound, work
+from moe_lab.problem import routings as recorded
 from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import ContractError, ExplorerError, MoeLabError
 from moe_lab.problem.layout import GroupedLayout
-from moe_lab.problem.routings import routing as find_routing
-from moe_lab.problem.routings import routings
 from moe_lab.problem.submission import LiteralValue, Submission
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from moe_lab.judge import Report
 
 #: A sweep of more would take days.
 _MOST_CONFIGURATIONS = 1000
@@ -59,32 +56,36 @@ class _Panel(ipywidgets.VBox):
     latest request is served.
     """
 
+    _words: ipywidgets.HTML  # says what the panel shows, or why it cannot
+
     def __init__(self, controls: Sequence[ipywidgets.Widget], children: Sequence[ipywidgets.Widget]) -> None:
         super().__init__([ipywidgets.HTML(_STYLE), *children])
         self.add_class("moe-lab-panel")
         self.redraw = Background()
         for control in controls:
             control.observe(self._moved, names="value")
+        self._update()
 
     def static_figure(self) -> tuple[Figure, str]:
         """What stays where widgets do not live: a figure and its description."""
         raise NotImplementedError
 
-    def _update(self) -> None:
-        """Draw the present state; must not raise."""
+    def _draw(self) -> None:
+        """Show the present state."""
         raise NotImplementedError
+
+    def _update(self) -> None:
+        _guarded(self._words, self._draw)
 
     def _moved(self, change: dict[str, Any]) -> None:
         self.redraw.start(self._update, after=True)
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        display(self._repr_mimebundle_(), raw=True)
+        notebook.display(self._repr_mimebundle_(), raw=True)
         try:
             show(*self.static_figure())
         except MoeLabError as error:
-            display({"text/plain": str(error)}, raw=True)
+            notebook.display({"text/plain": str(error)}, raw=True)
 
 
 def _guarded(place: ipywidgets.HTML, action: Callable[[], object]) -> None:
@@ -204,8 +205,8 @@ class TileExplorer(_Panel):
         self.session = Session(step, history, target)
         self._device = _device_menu(device or self.session.device, ("this machine", HERE))
         self._case = _case_menu(case)
-        names = [each.name for each in routings() if each.case == case]
-        self._routing = _menu("routing", find_routing(case, routing).name, names)
+        names = [each.name for each in recorded.routings() if each.case == case]
+        self._routing = _menu("routing", recorded.routing(case, routing).name, names)
         self._menus = (self._device, self._case, self._routing)
         self._literals = {choice.name: _literal(choice) for choice in self.session.choices if len(choice.values) > 1}
         small = {"width": "22px", "flex": "0 0 auto"}
@@ -213,7 +214,7 @@ class TileExplorer(_Panel):
             name: ipywidgets.Checkbox(value=False, indent=False, tooltip=f"Vary {name} in a sweep", layout=small)
             for name in self._literals
         }
-        self._verdict, self._gauges, self._bound, self._rows = (ipywidgets.HTML() for _ in range(4))
+        self._words, self._gauges, self._bound, self._rows = (ipywidgets.HTML() for _ in range(4))
         self._message, self._text, self._table = (ipywidgets.HTML() for _ in range(3))
         self._roofline, self._trials = _picture(), _picture()
         self._progress = ipywidgets.IntProgress(layout={"width": "100%", "display": "none"})
@@ -224,7 +225,6 @@ class TileExplorer(_Panel):
         self._buttons["check"].button_style = "primary"
         self._shown, self._asked_to_replace = "", False
         super().__init__([*self._menus, *self._literals.values(), *self._swept.values()], self._arranged())
-        self._update()
         self._show_history()
         self._enable(busy=False)
 
@@ -236,7 +236,7 @@ class TileExplorer(_Panel):
             left += [box([self._swept[name], self._literals[name]]) for name in names]
         if constants := [f"{each.name} = {each.value!r}" for each in self.session.choices if len(each.values) == 1]:
             left.append(words(f"<small>Constants: {html.escape(', '.join(constants))}</small>"))
-        right = [self._verdict, self._gauges, self._roofline, self._bound]
+        right = [self._words, self._gauges, self._roofline, self._bound]
         columns = [
             ipywidgets.VBox([*left, self._rows], layout={"width": "390px", "flex": "0 0 auto"}),
             ipywidgets.VBox(right, layout={"flex": "1 1 420px", "min_width": "0"}),
@@ -285,16 +285,13 @@ class TileExplorer(_Panel):
         if change["owner"] in self._menus:
             _guarded(self._message, self._show_history)
 
-    def _update(self) -> None:
-        _guarded(self._verdict, self._draw)
-
     def _draw(self) -> None:
         submission, setting = self.submission, self.setting
         self._show_text()
         if not self.session.is_read(submission, setting):
-            self._verdict.value = _note("TileLang reads this configuration; the figures are still those before it.")
+            self._words.value = _note("TileLang reads this configuration; the figures are still those before it.")
         readout = self.session.read(submission, setting)
-        self._verdict.value = _note(readout.sentence, {True: "good", False: "bad", None: ""}[readout.fits])
+        self._words.value = _note(readout.sentence, {True: "good", False: "bad", None: ""}[readout.fits])
         self._gauges.value, self._rows.value = gauges_html(readout), rows_html(readout)
         self._bound.value = html.escape(readout.bound_sentence)
         self._roofline.value = _roofline_png(replace(readout, title="", sentence="", gauges=(), columns=(), rows=()))
@@ -374,7 +371,7 @@ class TileExplorer(_Panel):
 
         self._start(task)
 
-    def _show_report(self, report: Report, before: str = "") -> None:
+    def _show_report(self, report: judge.Report, before: str = "") -> None:
         text = f"{before}{str(report.verdict).replace('_', ' ')}: {report.sentence}"
         self._say(text, "good" if report.accepted else "bad", report.render())
 
@@ -405,11 +402,10 @@ class TileExplorer(_Panel):
         self._start(task, pausable=True)
 
     def _pause(self) -> None:
-        work = self.session.work
-        work.pause()
-        if work.paused:
+        self.session.work.paused = not self.session.work.paused
+        if self.session.work.paused:
             self._say("Pausing after the configuration that runs now; press again to go on.")
-        self._buttons["pause"].description = "Go on" if work.paused else "Pause"
+        self._buttons["pause"].description = "Go on" if self.session.work.paused else "Pause"
 
     def _stop(self) -> None:
         if self.session.work.busy:
@@ -457,14 +453,10 @@ class _Plotter(_Panel):
     def __init__(self, *controls: ipywidgets.Widget) -> None:
         self._words, self._picture = ipywidgets.HTML(), _picture()
         super().__init__(controls, [ipywidgets.HBox(controls, layout=_WRAP), self._words, self._picture])
-        self._update()
 
-    def _update(self) -> None:
-        def draw() -> None:
-            figure, words = self.static_figure()
-            self._words.value, self._picture.value = _note(words), _png(figure)
-
-        _guarded(self._words, draw)
+    def _draw(self) -> None:
+        figure, words = self.static_figure()
+        self._words.value, self._picture.value = _note(words), _png(figure)
 
 
 class LayoutExplorer(_Plotter):
@@ -475,7 +467,7 @@ class LayoutExplorer(_Plotter):
     """
 
     def __init__(self, sizes: Sequence[int] | None = None) -> None:
-        wanted = find_routing(1, "multinomial-0").sizes if sizes is None else GroupedLayout(tuple(sizes)).sizes
+        wanted = recorded.routing(1, "multinomial-0").sizes if sizes is None else GroupedLayout(tuple(sizes)).sizes
         text = " ".join(map(str, wanted))
         self._sizes = _control(ipywidgets.Text, "rows of each expert", text, "420px", continuous_update=False)
         self._block = _block_slider(128)

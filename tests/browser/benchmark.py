@@ -26,38 +26,51 @@ widgets._roofline_png = widgets._roofline_png.__wrapped__
 tir.ahead = {ahead}
 widgets.TileExplorer()"""
 
-WAIT = """([key]) => new Promise(resolve => {
+# A move that leaves the roofline as it is brings no new picture, only new figures.
+WAIT = """([key]) => new Promise((resolve, reject) => {
   const panel = document.querySelector('.moe-lab-panel');
   const start = performance.now();
-  let text = null;
-  const picture = panel.querySelector('img');
-  picture.addEventListener('load', () => { observer.disconnect(); resolve([text, performance.now() - start]); },
-                           {once: true});
-  const observer = new MutationObserver(() => { text ??= performance.now() - start; });
+  let figures = null, picture = null;
+  const end = () => {
+    observer.disconnect();
+    figures === null ? reject('nothing moved') : resolve([figures, picture]);
+  };
+  const limit = setTimeout(end, 5000);
+  const drawn = () => { picture = performance.now() - start; clearTimeout(limit); end(); };
+  panel.querySelector('img').addEventListener('load', drawn, {once: true});
+  const observer = new MutationObserver(() => { figures ??= performance.now() - start; });
   observer.observe(panel.querySelector('.moe-lab-gauges').closest('.widget-html-content'),
                    {childList: true, subtree: true, characterData: true});
-  const down = new KeyboardEvent('keydown', {key, bubbles: true});
-  document.activeElement.dispatchEvent(down);
+  document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
 })"""
 
 
 def in_process(moves, folder):
-    """Milliseconds of each move without a browser, to what was seen and to what is new."""
+    """Milliseconds of each move of one slider without a browser, to what was seen and to what is new."""
     widgets._roofline_png = widgets._roofline_png.__wrapped__
     panel = widgets.TileExplorer(history=folder / "history.jsonl")
-    depths = panel.session.base.with_literals(STAGE1_BLOCK_K=256), panel.session.base
 
-    def move(values):
+    def move(name, value):
+        panel.redraw.wait()
         start = time.perf_counter()
-        panel.values = values
+        panel.values = {name: value}
         panel.redraw.wait()
         return 1000 * (time.perf_counter() - start)
 
-    seen = [move(depths[number % 2].values) for number in range(moves + 2)][2:]
+    seen = [move("STAGE1_BLOCK_K", 128 if number % 2 else 256) for number in range(moves + 2)][2:]
     ahead, tir.ahead = tir.ahead, lambda questions: None
-    choices = {choice.name: choice.values for choice in panel.session.choices if choice.name.startswith("STAGE")}
-    grid = itertools.islice(itertools.product(*choices.values()), 0, None, 97)
-    new = [move(dict(zip(choices, values, strict=True))) for values in itertools.islice(grid, moves)]
+    # To and fro over a grid: each place differs from the one before by one slider, and none comes twice.
+    sliders = [each for each in panel.session.choices if "_BLOCK_" in each.name]
+    places = [{}]
+    for slider in sliders:
+        places = [
+            {**place, slider.name: value}
+            for number, place in enumerate(places)
+            for value in slider.values[:: -1 if number % 2 else 1]
+        ]
+    panel.values = places[0]
+    changes = [dict(after.items() - before.items()) for before, after in itertools.pairwise(places[: moves + 1])]
+    new = [move(*change.popitem()) for change in changes]
     tir.ahead = ahead
     return seen, new
 
@@ -72,17 +85,16 @@ def in_browser(moves, folder, ahead):
         nbformat.write(notebook, lab.folder / "benchmark.ipynb")
         lab.open("benchmark.ipynb")
         lab.run_all()
-        # To and fro, or through all values of one slider after another, each step a new configuration.
-        names = (
-            ["STAGE1_BLOCK_K"] if ahead else ["STAGE1_BLOCK_N", "STAGE1_BLOCK_K", "STAGE2_BLOCK_N", "STAGE2_BLOCK_K"]
-        )
-        for name in names:
+        # To and fro; or two steps up one slider after another, each to a configuration that is new.
+        sliders = ("STAGE1_BLOCK_N", "STAGE1_BLOCK_K", "STAGE2_BLOCK_N", "STAGE2_BLOCK_K")
+        for name in sliders[1:2] if ahead else sliders:
             row = lab.page.locator(".widget-hslider", has=lab.page.get_by_text(name, exact=True))
             row.locator(".noUi-handle").focus()
             for number in range(moves if ahead else 2):
                 lab.page.wait_for_timeout(500)
-                found.append(lab.page.evaluate(WAIT, ["ArrowRight" if ahead and number % 2 else "ArrowLeft"]))
-    return list(zip(*found, strict=True))
+                found.append(lab.page.evaluate(WAIT, ["ArrowLeft" if ahead and number % 2 else "ArrowRight"]))
+    figures, pictures = zip(*found, strict=True)
+    return figures, [time_ms for time_ms in pictures if time_ms is not None]
 
 
 def line(name, times):

@@ -255,15 +255,14 @@ def test_work_waits_while_paused_and_ends_when_stopped():
 
     work.start(endless)
     assert reached.acquire(timeout=10)
-    work.pause()
-    assert work.paused
+    work.paused = True
     while reached.acquire(timeout=0.2):
         pass
     count = len(steps)
-    work.pause()
+    work.paused = False
     assert reached.acquire(timeout=10)
     assert len(steps) > count
-    work.pause()
+    work.paused = True
     work.stop()
     assert work.wait(10)
 

@@ -61,7 +61,7 @@ def press(panel, key):
 
 def test_a_move_changes_readout_and_picture(make):
     panel = make("s0", case=1, device="c500", routing="balanced")
-    before = panel._verdict.value, panel._rows.value
+    before = panel._words.value, panel._rows.value
     assert "Fits the MetaX C500" in before[0]
     assert "64 of 64 KiB" in panel._gauges.value
     panel._literals["STAGE1_BLOCK_N"].value = 64
@@ -79,11 +79,11 @@ def test_what_does_not_fit_names_the_limit_and_another_device_may_take_it(make):
     panel = make("s0", device="c500")
     panel._literals["NUM_STAGES"].value = 2
     assert panel.redraw.wait()
-    assert "stage 1 needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in panel._verdict.value
+    assert "stage 1 needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in panel._words.value
     assert "too much" in panel._gauges.value
     panel._device.value = "h200"
     assert panel.redraw.wait()
-    assert "Fits the NVIDIA H200" in panel._verdict.value
+    assert "Fits the NVIDIA H200" in panel._words.value
     assert "too much" not in panel._gauges.value
 
 
@@ -106,7 +106,7 @@ def test_every_routing_of_the_menu_exists_for_every_case(make):
 def test_this_machine_may_be_a_gpu(make):
     panel = make("h1", case=1, device=HERE, routing="multinomial-0")
     if reported_as(backend.detect().name) is not None:
-        assert "Fits the" in panel._verdict.value
+        assert "Fits the" in panel._words.value
     panel.values = {"NUM_STAGES": 3}
     panel.session.check(panel.submission, panel.setting, lambda text: None, quick=True)
     press(panel, "time")
@@ -132,14 +132,14 @@ def test_what_does_not_exist_is_refused_by_name(make):
 def test_a_device_that_is_not_in_the_menu_joins_it(make):
     assert make(device="C500").setting.device == "c500"
     panel = make(device="NVIDIA A100 SXM 80 GB")
-    assert "Fits the NVIDIA A100" in panel._verdict.value
+    assert "Fits the NVIDIA A100" in panel._words.value
     assert [value for _, value in panel._device.options] == ["a100", "c500", "h200", "here"]
 
 
 def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make, monkeypatch):
     panel = make(Submission("BLOCK = 32\n", "mine.py"))
-    assert "run_kernel" in panel._verdict.value
-    assert "Traceback" not in panel._verdict.value
+    assert "run_kernel" in panel._words.value
+    assert "Traceback" not in panel._words.value
     with pytest.raises(SubmissionError):
         panel.static_figure()
     shown = []
@@ -158,13 +158,13 @@ def test_a_mistake_of_ours_is_a_sentence_with_the_details_folded(make, monkeypat
     monkeypatch.setattr(panel.session, "read", broken)
     panel._literals["NUM_STAGES"].value = 3
     assert panel.redraw.wait()
-    assert "mistake in moe_lab" in panel._verdict.value
-    assert "<details>" in panel._verdict.value
-    assert "&lt;broken&gt;" in panel._verdict.value
+    assert "mistake in moe_lab" in panel._words.value
+    assert "<details>" in panel._words.value
+    assert "&lt;broken&gt;" in panel._words.value
     monkeypatch.undo()
     panel._literals["NUM_STAGES"].value = 1
     assert panel.redraw.wait()
-    assert "Fits" in panel._verdict.value
+    assert "Fits" in panel._words.value
     monkeypatch.setattr(panel.session, "summary", broken)
     panel._device.value = "h200"
     assert "mistake in moe_lab" in panel._message.value
