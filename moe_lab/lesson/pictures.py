@@ -1,18 +1,15 @@
-"""Drawings that explain: what a tile is, who holds it, which block computes what.
+"""Drawings that explain: what a tile is, who holds it, which block computes what. Plots of numbers are in ``plots``.
 
-Plots of numbers are in :mod:`moe_lab.lesson.plots`. Everything here is drawn from sizes and layouts that are passed
-in, so a drawing cannot disagree with what a notebook computes. Text that does not fit its box is turned, shortened
-or moved beside it, never laid over another. What stands beside the boxes is given room by matplotlib's layout engine.
-"""
+All is drawn from sizes and layouts that are passed in. Text that does not fit its box is turned, shortened or moved."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moe_lab.lesson.display import BLUE, GREEN, ORANGE, PALE, PURPLE, RED, SKY, YELLOW, canvas, short_number, text_size
+from moe_lab.lesson.display import BLUE, GREEN, ORANGE, PALE, PURPLE, RED, SKY, canvas, short_number, text_size
 from moe_lab.problem.errors import ContractError
 from moe_lab.problem.layout import GroupedLayout
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_EXPERT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
+_EXPERT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, "#A89A00")
 _LINE = "#555555"
 #: Width of the widest picture, in points of text: 9 inches, what a notebook page shows without shrinking it.
 _PAGE = 648
@@ -42,22 +39,14 @@ def _colour(expert: int) -> str:
     return _EXPERT_COLOURS[expert % len(_EXPERT_COLOURS)]
 
 
-def _on_white(colour: str) -> str:
-    """The colour for a line on white, where the palette's yellow would not be seen."""
-    return "#A89A00" if colour == YELLOW else colour
-
-
-def _text(axes: Axes, x: float, y: float, text: str, size: float = 9, **style: object) -> None:
-    settings = {"ha": "center", "va": "center", "fontsize": size, **style}
-    axes.text(x, y, text, **settings)  # type: ignore[arg-type]
+def _text(axes: Axes, x: float, y: float, text: str, size: float = 9, **style: Any) -> None:
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": size, **style})
 
 
 def _beside(axes: Axes, x: float, y: float, text: str, size: float = 9, *, left: bool = False) -> None:
     """Text some points right of a place, or left of it."""
-    axes.annotate(
-        text, (x, y), xytext=(-6 if left else 6, 0), textcoords="offset points", va="center", fontsize=size,
-        ha="right" if left else "left",
-    )  # fmt: skip
+    side, away = ("right", -6) if left else ("left", 6)
+    axes.annotate(text, (x, y), (away, 0), textcoords="offset points", ha=side, va="center", fontsize=size)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = "black") -> None:
@@ -66,13 +55,13 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
 
 def _box(
     axes: Axes, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 8,
-    turn: float = 0, **style: object,
+    turn: float = 0, **style: Any,
 ) -> None:  # fmt: skip
     """A rectangle with its lower left corner at a place, and a text in its middle, turned by some degrees."""
     from matplotlib.patches import Rectangle
 
     settings = {"facecolor": colour, "edgecolor": _LINE, "linewidth": 0.8, **style}
-    axes.add_patch(Rectangle((x, y), width, height, **settings))  # type: ignore[arg-type]
+    axes.add_patch(Rectangle((x, y), width, height, **settings))
     if text:
         ink = "white" if colour == BLUE else "black"
         _text(axes, x + width / 2, y + height / 2, text, size, color=ink, rotation=turn)
@@ -81,31 +70,26 @@ def _box(
 def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
     """The whole problem: tokens are grouped by expert and padded, each group meets its expert, results keep the place.
 
-    Args:
-        choices: expert of each token, in the order the tokens arrive (one expert a token).
-        layout: built from the same choices; rows of a group are in the order of arrival.
+    ``choices`` holds the expert of each token as they arrive, one a token; ``layout`` is built from it.
     """
     top = layout.num_padded_rows
     figure, (axes,) = _blank(9, 0.9 + 0.42 * top)
     arrival = sorted(range(len(choices)), key=lambda token: choices[token])  # stable: order of arrival in a group
-    padded_row = dict(zip(arrival, layout.raw_to_padded, strict=True))
     lift = (top - len(choices)) / 2
     for row in set(range(top)) - set(layout.raw_to_padded):
         for x, content in ((2.6, "anything"), (8.0, "must be 0")):
             _box(axes, x, top - row - 0.9, 1.2, 0.8, "white", content, hatch="////", edgecolor="#DDDDDD")
-    for token, expert in enumerate(choices):
-        start, end = top - lift - token - 0.5, top - padded_row[token] - 0.5
+    for token, row in sorted(zip(arrival, layout.raw_to_padded, strict=True)):
+        start, end, colour = top - lift - token - 0.5, top - row - 0.5, _colour(choices[token])
         for x, y, what in ((0, start, "token"), (2.6, end, "token"), (8.0, end, "result")):
-            _box(axes, x, y - 0.4, 1.2, 0.8, _colour(expert), f"{what} {token}")
-        _arrow(axes, (1.25, start), (2.55, end), _on_white(_colour(expert)))
-    for expert, blocks_of in enumerate(layout.num_blocks_of):
-        if blocks_of:
-            high, low = (top - layout.padded_offsets[expert + step] for step in (0, 1))
-            text, middle = f"expert {expert}\nsilu(gate) * up, down", (low + high) / 2
-            edge = _on_white(_colour(expert))
-            _box(axes, 4.6, low + 0.1, 2.6, high - low - 0.2, PALE, text, 9, edgecolor=edge, linewidth=2)
-            for x in (3.85, 7.25):
-                _arrow(axes, (x, middle), (x + 0.7, middle))
+            _box(axes, x, y - 0.4, 1.2, 0.8, colour, f"{what} {token}")
+        _arrow(axes, (1.25, start), (2.55, end), colour)
+    for expert in set(layout.block_map):
+        high, low = (top - layout.padded_offsets[expert + step] for step in (0, 1))
+        text, colour = f"expert {expert}\nsilu(gate) * up, down", _colour(expert)
+        _box(axes, 4.6, low + 0.1, 2.6, high - low - 0.2, PALE, text, 9, edgecolor=colour, linewidth=2)
+        for x in (3.85, 7.25):
+            _arrow(axes, (x, (low + high) / 2), (x + 0.7, (low + high) / 2))
     heads = {0.6: "as they arrive", 3.2: "grouped, padded", 5.9: "one expert a group", 8.6: "times route weight"}
     for x, text in heads.items():
         _text(axes, x, top + 0.35, text)
@@ -114,11 +98,7 @@ def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
 
 
 def index_spaces(layout: GroupedLayout) -> Figure:
-    """Every row twice: with its raw number, without gaps, and with its padded number, and a line between the two.
-
-    Args:
-        layout: a small one, some tens of rows.
-    """
+    """Every row of a small layout twice, with its raw and its padded number, and a line between the two."""
     rows = layout.num_padded_rows
     figure, (axes,) = _blank(9, 2.5)
     valid = dict(zip(layout.raw_to_padded, range(layout.num_rows), strict=True))
@@ -133,20 +113,18 @@ def index_spaces(layout: GroupedLayout) -> Figure:
         raw, colour = valid[row], _colour(layout.block_map[row // layout.block])
         _box(axes, raw + 0.04, 1.6, 0.92, 0.6, colour, names[raw], size)
         _box(axes, row + 0.04, 0.0, 0.92, 0.6, colour, names[row], size)
-        axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=_on_white(colour), linewidth=1.5)
-    middles = {
-        expert: layout.padded_offsets[expert] + number / 2 for expert, number in enumerate(layout.sizes) if number
-    }
+        axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=colour, linewidth=1.5)
+    middles = {expert: layout.padded_offsets[expert] + size / 2 for expert, size in enumerate(layout.sizes) if size}
     # Numbers alone if the names of neighbours would touch.
     apart = min((unit * (after - before) for before, after in itertools.pairwise(middles.values())), default=_PAGE)
     whole = _fits(f"expert {layout.num_experts} ", 9, apart)
     for expert, middle in middles.items():
         _text(axes, middle, -0.25, f"expert {expert}" if whole else str(expert))
-    sides = [(1.9, "raw rows:\nroute weights"), (0.3, "padded rows:\ntokens, out")]
-    for y, text in [*sides, *([] if whole else [(-0.25, "expert:")])]:
+    sides = {1.9: "raw rows:\nroute weights", 0.3: "padded rows:\ntokens, out", -0.25: "" if whole else "expert:"}
+    for y, text in sides.items():
         _beside(axes, 0, y, text, left=True)
-    for block in range(rows // layout.block + 1):
-        axes.plot((block * layout.block,) * 2, (-0.1, 0.7), color="black", linewidth=1.2)
+    for start in range(0, rows + 1, layout.block):
+        axes.plot((start, start), (-0.1, 0.7), color="black", linewidth=1.2)
     axes.set(xlim=(-0.1, rows + 0.1), ylim=(-0.4, 2.3))
     return figure
 
@@ -155,14 +133,9 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
     """One step of the K loop of ``c = a @ b.T``: two tiles are read, and all of c is updated.
 
     Args:
-        rows: M, rows of a and of c.
-        columns: N, rows of b and columns of c.
-        depth: K, columns of a and b.
-        block_k: columns of one tile; divides ``depth``.
-        step: which tile, in [0, depth / block_k).
-
-    Raises:
-        ContractError: for a step that does not exist.
+        rows, columns, depth: M, N and K.
+        block_k: columns of one tile of a or b; divides ``depth``.
+        step: which tile, in [0, depth / block_k); ContractError for any other.
     """
     steps = depth // block_k
     if not 0 <= step < steps:
@@ -170,10 +143,8 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
     figure, (axes,) = _blank(8, 3.4)
     gap = max(0.35 * rows, 0.05 * max(depth, rows, columns))
     top = columns + gap + rows
-    between = max(0.16 * (depth + columns), 0.26 * top)  # room for an arrow
-    left, bottom = depth + between, (gap + rows) / 2
-    # Points a column: 8 inches less the names at the left, or 3.4 inches.
-    unit = min(500 / (left + columns), 240 / top)
+    left, bottom = depth + max(0.16 * (depth + columns), 0.26 * top), (gap + rows) / 2  # room for an arrow
+    unit = min(500 / (left + columns), 240 / top)  # points a column: 8 inches less the names at the left, or 3.4 inches
     turn = 0 if _fits(f"k = {steps - 1}", 8, block_k * unit) else 90
     named = block_k * unit > 10  # points: thinner tiles have no room for a name
     for name, y, height, colour in (("a", columns + gap, rows, BLUE), ("b", 0.0, columns, ORANGE)):
@@ -188,34 +159,29 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
     _box(axes, left, bottom, columns, rows, GREEN, text if inside else "", 9)
     if not inside:
         _text(axes, left + columns / 2, bottom - 4 / unit, text, va="top")
+    middle, arrow = bottom + rows / 2, {"arrowstyle": "->"}
     axes.annotate(
-        "+=", (left - 6 / unit, bottom + rows / 2), (depth + 10 / unit, bottom + rows / 2),
-        arrowprops={"arrowstyle": "->"}, va="center", fontsize=11,
-    )  # fmt: skip
+        "+=", (left - 6 / unit, middle), (depth + 10 / unit, middle), arrowprops=arrow, va="center", fontsize=11
+    )
     axes.set(xlim=(0, left + columns), ylim=(-0.05 * rows, top + rows * 0.05), aspect="equal")
     return figure
 
 
 def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_columns: int) -> Figure:
-    """Which wave computes which part of c, and which part of the tile of a it therefore needs.
+    """Which wave computes which part of c (rows, columns), and which part of a's tile (rows, block_k) it needs for it.
 
-    Args:
-        rows, columns: size of the tile of c.
-        block_k: columns of the tile of a.
-        wave_rows, wave_columns: how the waves of the block are arranged over c.
+    The waves of the block stand in ``wave_rows`` rows and ``wave_columns`` columns over c.
     """
     figure, (tile, result) = _blank(8, 3.2, 2)
     height, width = rows / wave_rows, columns / wave_columns
     # A panel is half of 8 inches wide and, below its title, some 2.8 inches high.
     unit, result_unit = (min(3.7 * 72 / across, 2.8 * 72 / rows) for across in (block_k, columns))
     named = _fits(f"wave {wave_rows * wave_columns - 1}", 9, width * result_unit)
-    for across, down in itertools.product(range(wave_columns), range(wave_rows)):
-        y, number = rows - (down + 1) * height, across * wave_rows + down
-        _box(result, across * width, y, width, height, _colour(down), f"wave {number}" if named else str(number), 9)
     for down in range(wave_rows):
-        y = rows - (down + 1) * height
-        holders = ", ".join(str(across * wave_rows + down) for across in range(wave_columns))
-        text = f"in the registers\nof wave{'s' if wave_columns > 1 else ''} {holders}"
+        y, waves = rows - (down + 1) * height, range(down, wave_rows * wave_columns, wave_rows)
+        for across, number in enumerate(waves):
+            _box(result, across * width, y, width, height, _colour(down), f"wave {number}" if named else str(number), 9)
+        text = f"in the registers\nof wave{'s' if wave_columns > 1 else ''} {', '.join(map(str, waves))}"
         inside = _fits(text, 9, block_k * unit, height * unit)
         _box(tile, 0, y, block_k, height, _colour(down), text if inside else "", 9)
         if not inside:
@@ -227,14 +193,13 @@ def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_co
     return figure
 
 
-def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int, int] | None = None) -> Figure:
+def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int, int]) -> Figure:
     """The grid of one launch over (padded rows, columns): one rectangle a block, coloured by expert, padding hatched.
 
     Args:
         layout: the rows.
-        columns: I for stage 1, H for stage 2.
-        block_n: columns of one block.
-        chosen: (bx, by) of a block to mark.
+        columns, block_n: I for stage 1, H for stage 2; and how many of them a block computes.
+        chosen: (bx, by) of the block to mark.
     """
     count, across = len(layout.block_map), -(-columns // block_n)
     unit = min(0.55 * 72, (_PAGE - 160) / across)  # points; 160 are for the words on either side
@@ -246,56 +211,47 @@ def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int,
     for bx, expert in enumerate(layout.block_map):
         y, valid = count - bx - 1, tall * layout.actual_rows(bx) / layout.block
         for by in range(across):
+            frame = 2.5 if (bx, by) == chosen else 0.8
             _box(axes, by + left, y + low, wide, tall, "white", hatch="////", edgecolor="#BBBBBB", linewidth=0)
             _box(axes, by + left, y + low + tall - valid, wide, valid, _colour(expert), linewidth=0)
-            _box(axes, by + left, y + low, wide, tall, "none", edgecolor="black")
+            _box(axes, by + left, y + low, wide, tall, "none", edgecolor="black", linewidth=frame)
         _beside(axes, 0, y + 0.5, f"bx {bx}, expert {expert}", left=True)
         _beside(axes, across, y + 0.5, f"{layout.actual_rows(bx)} rows")
     level = count + 0.12 / high
     for by in range(0, across, 1 + int(text_size(f" {across - 1}", 8)[0] / unit)):  # of very many some keep theirs
         _text(axes, by + 0.5, level, str(by), 8)
     _beside(axes, 0, level, "by", 8, left=True)
-    notes = ["filled: valid", "hatched: padding"]
-    if chosen is not None:
-        bx, by = chosen
-        _box(axes, by + left, count - bx - 1 + low, wide, tall, "none", edgecolor="black", linewidth=2.5)
-        notes.append(f"thick frame: bx {bx}, by {by}")
-    for line, note in enumerate(notes):
-        _text(axes, across / 2, -(0.1 + 0.14 * line) / high, note, 8)
-    axes.set(xlim=(0, across), ylim=(-(0.04 + 0.14 * len(notes)) / high, count + 0.3 / high))
+    notes = "filled: valid\nhatched: padding\nthick frame: bx {}, by {}".format(*chosen)
+    _text(axes, across / 2, -0.06 / high, notes, 8, va="top")
+    axes.set(xlim=(0, across), ylim=(-0.46 / high, count + 0.3 / high))
     return figure
 
 
-def two_stages(hidden: int, intermediate: int, block_n: int, chosen: tuple[int, int] = (2, 1)) -> Figure:
+def two_stages(hidden: int, intermediate: int, block_n: int) -> Figure:
     """The 128 rows of one block on their way: tokens, hidden activation, result; what one block of each stage reads.
 
     Args:
-        hidden: H; columns of the tokens and of the result.
-        intermediate: I; columns of the hidden activation.
+        hidden, intermediate: H and I.
         block_n: columns that a block of either stage computes.
-        chosen: number of the block of stage 1 and of stage 2 to mark.
     """
     figure, (axes,) = _blank(8.5, 3.6)
     width = max(hidden, intermediate)
-    strips = (
-        (2.4, "tokens", hidden, hidden, None, "P x H"),
-        (1.2, "hidden activation\n(workspace)", intermediate, block_n, chosen[0], "P x I"),
-        (0.0, "out", hidden, block_n, chosen[1], "P x H"),
+    strips = (  # y, name, columns, columns of a piece, number of the piece to mark, shape
+        (2.4, "tokens", hidden, hidden, -1, "P x H"),
+        (1.2, "hidden activation\n(workspace)", intermediate, block_n, 2, "P x I"),
+        (0.0, "out", hidden, block_n, 1, "P x H"),
     )
-    # Frames of thin blocks must not hide what is in them.
-    frame = 250 / width * block_n / 8
-    for y, name, columns, piece, mark, shape in strips:
+    frame = 250 / width * block_n / 8  # of thin blocks it must not hide what is in them
+    for y, name, columns, piece, marked, shape in strips:
         for number in range(columns // piece):
-            look = (
-                {"colour": GREEN, "edgecolor": "black", "linewidth": min(2, 2 * frame), "zorder": 2}
-                if number == mark else {"colour": SKY, "linewidth": min(0.8, frame)}
-            )  # fmt: skip
-            _box(axes, number * piece, y, piece, 0.5, **look)  # type: ignore[arg-type]
+            _box(axes, number * piece, y, piece, 0.5, SKY, linewidth=min(0.8, frame))
+        if marked >= 0:
+            _box(axes, marked * piece, y, piece, 0.5, GREEN, edgecolor="black", linewidth=min(2, 2 * frame))
         _beside(axes, 0, y + 0.25, name, left=True)
         _beside(axes, columns, y + 0.25, f"128 rows of {shape}")
     for stage, (source, target) in enumerate(itertools.pairwise(strips), start=1):
         for side, x in enumerate((0, source[2])):
-            ends = [x, (chosen[stage - 1] + side) * block_n], [source[0], target[0] + 0.5]
+            ends = [x, (target[4] + side) * block_n], [source[0], target[0] + 0.5]
             axes.plot(*ends, color=_LINE, linestyle="--", linewidth=1)
         text = f"stage {stage}: one block reads the\nwhole row, writes {block_n} columns"
         _beside(axes, width, source[0] - 0.35, text)
@@ -304,71 +260,63 @@ def two_stages(hidden: int, intermediate: int, block_n: int, chosen: tuple[int, 
 
 
 def heat_maps(
-    maps: Mapping[str, Sequence[Sequence[float]]],
-    fits: Sequence[Sequence[bool]],
-    row_labels: tuple[str, Sequence[object]],
-    column_labels: tuple[str, Sequence[object]],
-) -> Figure:
+    maps: Mapping[str, Sequence[Sequence[float]]], fits: Sequence[Sequence[bool]],
+    rows: tuple[str, Sequence[object]], columns: tuple[str, Sequence[object]],
+) -> Figure:  # fmt: skip
     """Tables of numbers as shades side by side; what does not fit is hatched, and every cell shows its number.
 
     Args:
         maps: a table of positive numbers by title; all have the same shape.
         fits: whether the configuration of each cell fits.
-        row_labels, column_labels: name of the axis and its values.
+        rows, columns: name of the axis and its values.
     """
     width = min(4.4 * len(maps), 9.0)
     figure, panels = canvas(width, 3.6, len(maps))
     # A panel's ticks and the name of its axis take some 50 points.
-    cell = 0.9 * (72 * width / len(maps) - 50) / len(column_labels[1])
+    cell = 0.9 * (72 * width / len(maps) - 50) / len(columns[1])
     texts = [short_number(value) for table in maps.values() for row in table for value in row]
     size = next((size for size in (10, 9, 8) if all(_fits(text, size, cell) for text in texts)), 7)
     for axes, (title, table) in zip(panels, maps.items(), strict=True):
-        top = max(max(row) for row in table)
+        top = max(map(max, table))
         axes.imshow(table, cmap="cividis_r", vmin=0, vmax=top, aspect="auto")
-        for y, row in enumerate(table):
-            for x, value in enumerate(row):
-                style: dict[str, object] = {"color": "white" if value > 0.55 * top else "black"}
-                if not fits[y][x]:
-                    _box(axes, x - 0.5, y - 0.5, 1, 1, "none", hatch="///", edgecolor=RED, linewidth=0)
-                    style = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}}
-                _text(axes, x, y, short_number(value), size, **style)
+        for y, x in itertools.product(range(len(rows[1])), range(len(columns[1]))):
+            style: dict[str, Any] = {"color": "white" if table[y][x] > 0.55 * top else "black"}
+            if not fits[y][x]:
+                _box(axes, x - 0.5, y - 0.5, 1, 1, "none", hatch="///", edgecolor=RED, linewidth=0)
+                style = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}}
+            _text(axes, x, y, short_number(table[y][x]), size, **style)
         axes.set_title(title, fontsize=10)
-        axes.set(ylabel=row_labels[0], xlabel=column_labels[0])
-        axes.set_yticks(range(len(row_labels[1])), [str(label) for label in row_labels[1]])
-        axes.set_xticks(range(len(column_labels[1])), [str(label) for label in column_labels[1]])
+        axes.set(ylabel=rows[0], xlabel=columns[0])
+        axes.set_yticks(range(len(rows[1])), [str(label) for label in rows[1]])
+        axes.set_xticks(range(len(columns[1])), [str(label) for label in columns[1]])
     return figure
 
 
 def memories(places: Mapping[str, tuple[Mapping[str, int], float | None]]) -> Figure:
     """Buffers in the memories they live in, all to one scale.
 
-    Args:
-        places: for each memory its buffers (name: bytes) and how many bytes there are; None for a memory too large to
-            draw, which ends in an arrow.
+    ``places`` holds for each memory its buffers (name: bytes) and how many bytes there are; None for a memory too large
+    to draw, which ends in an arrow.
     """
     figure, (axes,) = _blank(9, 0.3 + 0.95 * len(places))
     width = max(max(sum(buffers.values()), limit or 0) for buffers, limit in places.values()) / 1024
-    names = [name + ("" if limit is None else f", {_size(limit)}") for name, (_, limit) in places.items()]
+    names = [name if limit is None else f"{name}, {_size(limit)}" for name, (_, limit) in places.items()]
     unit = 0.97 * (_PAGE - max(text_size(name, 9)[0] for name in names) - 12) / (1.09 * width)
-    for row, (name, (buffers, limit)) in enumerate(zip(names, places.values(), strict=True)):
-        y, left, below = len(places) - row - 1, 0.0, []
+    for y, name, (buffers, limit) in zip(reversed(range(len(names))), names, places.values(), strict=True):
+        left, below = 0.0, []
         end = width * 1.04 if limit is None else limit / 1024
         _box(axes, 0, y + 0.3, end, 0.6, PALE, linewidth=0 if limit is None else 1.2)
         if limit is None:
             _arrow(axes, (end * 0.985, y + 0.6), (end * 1.03, y + 0.6))
         for number, (buffer, size) in enumerate(buffers.items()):
             both, across = f"{buffer}\n{_size(size)}", size / 1024
-            wide, high = across * unit - 2, 0.6 * 0.95 * 72 - 2
-            shown = [
-                (text, turn) for text, turn in itertools.product((both, buffer), (0, 90))
-                if (_fits(text, 8, high, wide) if turn else _fits(text, 8, wide, high))
-            ] or [("", 0)]  # fmt: skip
-            text, turn = shown[0]
+            room = across * unit - 2, 0.6 * 0.95 * 72 - 2
+            tried = itertools.product((both, buffer), ((0, room), (90, room[::-1])))
+            text, turn = next(((text, turn) for text, (turn, free) in tried if _fits(text, 8, *free)), ("", 0))
             _box(axes, left, y + 0.3, across, 0.6, (SKY, "#F5D08A", "#8FD3B6")[number % 3], text, turn=turn)
             below += [] if text == both else [f"{buffer}: {_size(size)}"]
             left += across
-        note = textwrap.fill(", ".join(below), 100)
-        _text(axes, 0, y + 0.26, note, 8, ha="left", va="top", linespacing=1.0)
+        _text(axes, 0, y + 0.26, textwrap.fill(", ".join(below), 100), 8, ha="left", va="top", linespacing=1.0)
         _beside(axes, 0, y + 0.6, name, left=True)
     axes.set(xlim=(0, width * 1.09), ylim=(0, len(places)))
     return figure
