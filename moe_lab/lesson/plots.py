@@ -1,17 +1,17 @@
 """Plots of numbers. Each returns a figure and, in words, what it shows; ``display.show(*plot)`` shows both.
 
-Names and figures stand in legends and beside the axes, never among the marks: no text can lie on another. Markers, line
-styles and hatching carry what colour carries, so a plot can be read in grey. Drawings that explain a kernel are in
-:mod:`moe_lab.lesson.pictures`.
-"""
+Names and figures stand in legends and beside the axes, never among the marks. Markers, line styles and hatching carry
+what colour carries, so a plot can be read in grey."""
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from moe_lab.judge.score import Score, case_points
 from moe_lab.lesson.display import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY, canvas, short_number
@@ -23,7 +23,6 @@ from moe_lab.problem.layout import GroupedLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Plot = tuple["Figure", str]
@@ -32,117 +31,86 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
 
-
-def _measured(value: float) -> str:
-    return short_number(value, zeros=True)
-
-
-def _plain(value: float) -> str:
-    """All digits and no power of ten: ``0.0005``, ``20``, ``2000000``."""
-    return f"{value:.12f}".rstrip("0").rstrip(".")
+_measured = functools.partial(short_number, zeros=True)
+#: All digits and no power of ten: ``0.0005``, ``20``, ``2000000``.
+_plain = functools.partial(np.format_float_positional, precision=12, trim="-")
 
 
-# --- times -----------------------------------------------------------------------------------------------------------
-
-
-def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] | None = None) -> Plot:
+def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] = {}) -> Plot:
     """Median times with their 95% intervals, a panel for each case, one line for each step or peer.
 
     Args:
-        rows: of one run for each case, roofs left out or not; steps are drawn in the order given, peers after them.
+        rows: of one run for each case, or ContractError: times of several may not be compared. Roofs are left out;
+            steps are drawn in the order given, peers after them.
         bounds_ms: least time by name of the case, drawn as a line (:func:`moe_lab.speed.bench.bound_ms`).
-
-    Raises:
-        ContractError: for no rows, or a case with rows of several runs: their times may not be compared.
     """
     rows = [row for row in rows if row.kind != "roof"]
     if not rows:
         raise ContractError("got no rows of a step or peer, expected those of a run")
     cases = list(dict.fromkeys(row.case for row in rows))
-    for case in cases:
-        runs = {row.run for row in rows if row.case == case}
-        if len(runs) != 1:
-            raise ContractError(
-                f"got rows of {len(runs)} runs for {case}, expected one: only what was timed in turns can be compared"
-            )
     names = list(dict.fromkeys(row.name for row in sorted(rows, key=lambda row: row.kind == "peer")))
     columns = min(len(cases), 3)
     lines, width = -(-len(cases) // columns), min(9.0, 3.2 + 2.5 * columns)
     figure, panels = canvas(width, 0.7 + (0.9 + 0.25 * len(names)) * lines, columns, lines)
     words = []
-    for number, axes in enumerate(panels):
-        if number >= len(cases):
-            axes.remove()
-            continue
-        case = cases[number]
-        found, bound = {row.name: row for row in rows if row.case == case}, (bounds_ms or {}).get(case)
-        _draw_times(axes, names, found, bound)
+    for axes in panels[len(cases) :]:
+        axes.remove()
+    for number, (axes, case) in enumerate(zip(panels, cases, strict=False)):
+        found = {names.index(row.name): row for row in rows if row.case == case}
+        if (runs := len({row.run for row in rows if row.case == case})) != 1:
+            raise ContractError(
+                f"got rows of {runs} runs for {case}, expected one: only what was timed in turns can be compared"
+            )
+        medians, bound = {place: _measured(row.median_ms) for place, row in sorted(found.items())}, bounds_ms.get(case)
+        _draw_times(axes, found, bound)
         axes.set_yticks(range(len(names)), [textwrap.fill(name, 30) for name in names], fontsize=9)
         axes.tick_params(axis="y", labelleft=number % columns == 0)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        column = axes.secondary_yaxis("right")
+        column.set_yticks(list(medians), list(medians.values()), fontsize=9)
+        column.tick_params(length=0)
         axes.set_title(case if bound is None else f"{case}, dashed: bound {_measured(bound)} ms", fontsize=9)
-        times = (f"{name} {_measured(found[name].median_ms)} ms" for name in names if name in found)
-        words.append(f"{case}: {', '.join(times)}" + (f"; bound {_measured(bound)} ms" if bound is not None else ""))
+        times = ", ".join(f"{names[place]} {median} ms" for place, median in medians.items())
+        words.append(f"{case}: {times}" + (f"; bound {_measured(bound)} ms" if bound is not None else ""))
     first = rows[0]
     head = (
         f"{first.device}, {first.routing}, {first.cache} cache: median of {first.rounds} and 95% interval; filled "
         "circles are steps, hollow squares peers"
     )
-    figure.suptitle(textwrap.fill(" ".join(head.split()), int(13.5 * width)), fontsize=9)
+    figure.suptitle(textwrap.fill(head, int(13.5 * width)), fontsize=9)
     return figure, f"Median times on {first.device}, routing {first.routing}. {'. '.join(words)}."
 
 
-def _draw_times(axes: Axes, names: Sequence[str], found: Mapping[str, Measurement], bound: float | None) -> None:
-    """One case: a mark and an interval a line, and the medians in a column of their own at the right."""
-    for place, name in enumerate(names):
-        if (row := found.get(name)) is not None:
-            peer = row.kind == "peer"
-            axes.errorbar(
-                row.median_ms, place, xerr=[[row.median_ms - row.low_ms], [row.high_ms - row.median_ms]],
-                fmt="s" if peer else "o", color=ORANGE if peer else BLUE, markerfacecolor="white" if peer else BLUE,
-                markeredgewidth=1.5, ecolor=INK, capsize=3, markersize=7,
-            )  # fmt: skip
+def _draw_times(axes: Axes, found: Mapping[int, Measurement], bound: float | None) -> None:
+    """One case: a mark and an interval a line."""
+    for place, row in found.items():
+        marker, colour, fill = ("s", ORANGE, "white") if row.kind == "peer" else ("o", BLUE, BLUE)
+        axes.errorbar(
+            row.median_ms, place, xerr=[[row.median_ms - row.low_ms], [row.high_ms - row.median_ms]], fmt=marker,
+            color=colour, markerfacecolor=fill, markeredgewidth=1.5, ecolor=INK, capsize=3, markersize=7,
+        )  # fmt: skip
     if bound is not None:
         axes.axvline(bound, color=RED, linestyle="--", linewidth=1.2, zorder=1)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, 1.06 * max([row.high_ms for row in found.values()] + ([] if bound is None else [bound])))
+    axes.set_xlim(0, 1.06 * max(bound or 0, *(row.high_ms for row in found.values())))
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("ms (less is better)", fontsize=9)
     axes.tick_params(axis="x", labelsize=9)
     axes.grid(axis="x", color=PALE)
     axes.set_axisbelow(True)
-    medians = axes.secondary_yaxis("right")
-    shown = {place: _measured(found[name].median_ms) for place, name in enumerate(names) if name in found}
-    medians.set_yticks(list(shown), list(shown.values()), fontsize=9)
-    medians.tick_params(length=0)
 
 
-# --- roofline and score ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """One dot of a roofline plot.
-
-    Attributes:
-        label: what to write.
-        intensity: FLOP per byte, above 0.
-        rate_tflops: useful operations a second, 1e12, above 0.
-    """
+class Point(NamedTuple):
+    """One dot of a roofline plot."""
 
     label: str
-    intensity: float
-    rate_tflops: float
+    intensity: float  #: FLOP per byte, above 0
+    rate_tflops: float  #: useful operations a second, 1e12, above 0
 
 
 def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
-    """Rooflines of any number of devices and dots under them, on logarithmic axes, each named in the legend.
+    """Rooflines of some devices and dots under them, on logarithmic axes, each named in the legend.
 
-    Args:
-        roofs: at least one.
-        points: what reached which rate at which intensity.
-
-    Raises:
-        ContractError: for no roof, or a point that is not above 0.
+    Raises ContractError for no roof, or a point that is not above 0.
     """
     if not roofs or any(point.intensity <= 0 or point.rate_tflops <= 0 for point in points):
         raise ContractError("got no roof or a point at 0, expected at least one roof and points above 0: axes are logs")
@@ -152,76 +120,63 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
     words = []
     for number, roof in enumerate(roofs):
         colour, dashes = _COLOURS[number % len(_COLOURS)], _LINES[number % len(_LINES)]
-        label = f"{roof.title}: {_measured(roof.peak_tflops)} TFLOP/s, ridge at {roof.ridge:.0f}"
-        corners = [left, roof.ridge, right]
-        axes.plot(
-            corners, [attainable_tflops(x, roof) for x in corners], dashes, color=colour, linewidth=2, label=label
-        )
+        ridge, corners = f"ridge at {roof.ridge:.0f}", [left, roof.ridge, right]
+        label = f"{roof.title}: {_measured(roof.peak_tflops)} TFLOP/s, {ridge}"
+        rates = [attainable_tflops(x, roof) for x in corners]
+        axes.plot(corners, rates, dashes, color=colour, linewidth=2, label=label)
         axes.plot(roof.ridge, roof.peak_tflops, "|", markersize=14, markeredgewidth=2, color=colour)
-        words.append(
-            f"{roof.title}: {roof.peak_tflops:g} TFLOP/s, {roof.bandwidth_tbps:g} TB/s, ridge at {roof.ridge:.0f} FLOP "
-            "per byte"
-        )
+        words.append(f"{roof.title}: {roof.peak_tflops:g} TFLOP/s, {roof.bandwidth_tbps:g} TB/s, {ridge} FLOP per byte")
     words += [f"{p.label}: {_measured(p.rate_tflops)} TFLOP/s at {p.intensity:.0f} FLOP per byte" for p in points]
-    lowest = min([attainable_tflops(left, roof) for roof in roofs] + [point.rate_tflops for point in points])
-    highest = max([roof.peak_tflops for roof in roofs] + [point.rate_tflops for point in points])
+    dots = [point.rate_tflops for point in points]
+    lowest = min([*dots, *(attainable_tflops(left, roof) for roof in roofs)])
     axes.set(
-        xscale="log", yscale="log", xlim=(left, right), ylim=(lowest / 2, 3 * highest),
+        xscale="log", yscale="log", xlim=(left, right),
+        ylim=(lowest / 2, 3 * max([*dots, *(roof.peak_tflops for roof in roofs)])),
         xlabel="arithmetic intensity, FLOP per byte of device memory", ylabel="TFLOP/s on valid rows",
     )  # fmt: skip
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
+    _plain_ticks(axes)
     axes.grid(which="major", color=PALE)
-    _draw_dots(figure, axes, [(point.label, point.intensity, point.rate_tflops) for point in points])
+    _draw_dots(figure, axes, points)
     return figure, f"Roofline on logarithmic axes. {'. '.join(words)}."
 
 
-def _plain_ticks(axis: Axis) -> None:
-    """Ticks of a logarithmic axis as numbers that can be read aloud: 20, 50, 100, without powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _plain_ticks(axes: Axes) -> None:
+    """Ticks of logarithmic axes as numbers that can be read aloud: 20, 50, 100, without powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    low, high = axis.get_view_interval()
-    decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,), numticks=99 if decades < 12 else None))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
-    axis.set_minor_locator(LogLocator(subs=range(2, 10), numticks=99 if decades < 6 else None))
-    axis.set_minor_formatter(NullFormatter())
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        decades = math.log10(high / low)
+        major, minor = (1, 2, 5) if decades < 3 else (1,), range(2, 10)
+        axis.set_major_locator(LogLocator(subs=major, numticks=99 if decades < 12 else None))
+        axis.set_minor_locator(LogLocator(subs=minor, numticks=99 if decades < 6 else None))
+        axis.set_major_formatter(lambda value, _: _plain(value))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_dots(figure: Figure, axes: Axes, dots: Sequence[tuple[str, float, float]]) -> None:
-    """Dots and, below the axes, a legend of all that has a name. Dots that touch are rings in one another.
-
-    Args:
-        figure: of the axes.
-        axes: with its limits set.
-        dots: name, x and y of each; 24 look different.
-    """
+    """Dots (name, x, y) on axes with set limits, and a legend of all names below. Those that touch are nested rings."""
     at = [axes.transData.transform((x, y)) * 72 / figure.dpi for _, x, y in dots]
     for number, (name, x, y) in enumerate(dots):
         near = [other for other, place in enumerate(at) if math.dist(place, at[number]) < 11]
         order, last = near.index(number), len(near) - 1
         colour, ring = _COLOURS[number % len(_COLOURS)], order < last
         axes.plot(
-            x, y, marker=_MARKERS[number % len(_MARKERS)], linestyle="none", zorder=4,
+            x, y, marker=_MARKERS[number % len(_MARKERS)], linestyle="none", zorder=4, label=name,
             markersize=15 - 10 * order / last if last else 9, markerfacecolor="none" if ring else colour,
             markeredgecolor=colour if ring else "black", markeredgewidth=min(2, 6 / last) if ring else 1,
-            label=name,
         )  # fmt: skip
-    names = {line: str(line.get_label()) for line in axes.lines if not str(line.get_label()).startswith("_")}
-    texts = [textwrap.fill(name, 54) for name in names.values()]
-    figure.legend(list(names), texts, loc="outside lower center", ncols=min(2, len(names)), fontsize=9)
+    lines, names = axes.get_legend_handles_labels()
+    texts = [textwrap.fill(name, 54) for name in names]
+    figure.legend(lines, texts, loc="outside lower center", ncols=min(2, len(names)), fontsize=9)
 
 
 def score_curve(found: Score) -> Plot:
-    """Points against speed relative to the judge's baseline: one curve for all cases, a marker for each.
-
-    Args:
-        found: from :func:`moe_lab.judge.score.score`.
-    """
+    """Points against speed relative to the judge's baseline: one curve for all cases, a marker for each."""
     figure, (axes,) = canvas(8.0, 4.6)
     speeds = [case.baseline_ms / case.time_ms for case in found.cases]
     low, high = min(0.5, *speeds) / 1.2, max(8.0, *speeds) * 1.2
-    xs = [low * (high / low) ** (step / 200) for step in range(201)]
+    xs = np.geomspace(low, high, 201)
     axes.plot(xs, [case_points(1 / x, 1.0) for x in xs], color=INK, linewidth=2)
     words = []
     for case in found.cases:
@@ -244,32 +199,21 @@ def score_curve(found: Score) -> Plot:
     )
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
 def layout_picture(layout: GroupedLayout) -> Plot:
-    """Rows of every expert: valid ones filled, padding hatched, blocks divided, blocks of padding alone crossed out.
-
-    Args:
-        layout: any number of experts; one line each.
-    """
+    """Rows of every expert, a line each: valid ones filled, padding hatched, blocks of padding alone crossed out."""
     experts, block = range(layout.num_experts), layout.block
     high = min(0.32, 9 / layout.num_experts)
     figure, (axes,) = canvas(8.6, 1.4 + high * layout.num_experts)
-    longest = max(1, *layout.num_blocks_of) * block
-    padding = [blocks * block - size for size, blocks in zip(layout.sizes, layout.num_blocks_of, strict=True)]
+    padded = [blocks * block for blocks in layout.num_blocks_of]
+    longest = max(block, *padded)
+    axes.barh(experts, padded, color="white", edgecolor="#AAAAAA", hatch="////", linewidth=0)
     axes.barh(experts, layout.sizes, color=BLUE)
-    axes.barh(experts, padding, left=layout.sizes, color="white", edgecolor="#AAAAAA", hatch="////", linewidth=0)
-    # Some 560 points across: frames of thin blocks must not hide what is in them.
-    frame = min(0.8, 0.15 * 560 * block / longest, 0.1 * 72 * high)
+    frame = min(0.8, 0.15 * 560 * block / longest, 0.1 * 72 * high)  # some 560 points across: must not hide thin blocks
     crosses = []
-    for expert, (size, blocks) in enumerate(zip(layout.sizes, layout.num_blocks_of, strict=True)):
-        starts = range(0, blocks * block, block)
-        axes.broken_barh(
-            [(start, block) for start in starts], (expert - 0.4, 0.8), facecolor="none", edgecolor="black",
-            linewidth=frame,
-        )  # fmt: skip
-        crosses += [(start + block / 2, expert) for start in starts if start >= size]
+    for expert, (size, end) in enumerate(zip(layout.sizes, padded, strict=True)):
+        pieces = [(start, block) for start in range(0, end, block)]
+        axes.broken_barh(pieces, (expert - 0.4, 0.8), facecolor="none", edgecolor="black", linewidth=frame)
+        crosses += [(start + block / 2, expert) for start, _ in pieces if start >= size]
     for x, y in crosses:
         axes.plot(x, y, "x", color=RED, markersize=min(12, 50 * high), markeredgewidth=1.5)
     axes.set_yticks(range(0, layout.num_experts, -(-layout.num_experts // 32)))
@@ -279,8 +223,7 @@ def layout_picture(layout: GroupedLayout) -> Plot:
     summary = (
         f"{layout.num_rows} valid rows in {layout.num_padded_rows} padded rows, {len(layout.block_map)} blocks of "
         f"{block}, {layout.waste:.0%} padding"
-    )
-    crossed = f", {len(crosses)} blocks hold padding alone (crossed)" if crosses else ""
-    axes.set_title(f"{summary}{crossed}\nfilled: valid, hatched: padding", fontsize=9)
+    ) + (f", {len(crosses)} blocks hold padding alone (crossed)" if crosses else "")
+    axes.set_title(f"{summary}\nfilled: valid, hatched: padding", fontsize=9)
     spread = f"group sizes from {min(layout.sizes)} to {max(layout.sizes)}"
-    return figure, f"Grouped layout of {layout.num_experts} experts, {spread}: {summary}{crossed}."
+    return figure, f"Grouped layout of {layout.num_experts} experts, {spread}: {summary}."

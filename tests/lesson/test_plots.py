@@ -195,7 +195,7 @@ def test_the_layout_shows_valid_padding_and_blocks_of_padding_alone():
     filled = [patch for patch in axes.patches if to_hex(patch.get_facecolor()) == "#0072b2"]
     hatched = [patch for patch in axes.patches if patch.get_hatch()]
     assert [patch.get_width() for patch in filled] == [128, 5, 0, 130]
-    assert [patch.get_width() for patch in hatched] == [128, 123, 128, 126]
+    assert [patch.get_width() for patch in hatched] == [256, 128, 128, 256], "valid rows are drawn over it"
     crosses = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
     assert crosses == [(192, 0), (64, 2)], "two blocks hold padding alone"
     assert "263 valid rows in 768 padded rows, 6 blocks of 128" in plot[1]
