@@ -340,13 +340,12 @@ class Session:
             submission = self.base.with_literals(**changed)
             name = self.changes(submission.values) or "the step itself"
             say(done, name)
-            fits, reason = None, ""
+            readout = None
             with contextlib.suppress(MoeLabError):  # what cannot be read can still be run
                 readout = self.read(submission, setting)
-                fits, reason = readout.fits, readout.sentence
-            if fits is False:
+            if readout and readout.fits is False:
                 verdict = DOES_NOT_FIT
-                self.remember(submission, setting, verdict=verdict, reason=reason)
+                self.remember(submission, setting, verdict=verdict, reason=readout.sentence)
             else:
                 tell = functools.partial(lambda done, name, text: say(done, f"{name}: {text}"), done, name)
                 report = self.check(submission, setting, tell, quick=True)

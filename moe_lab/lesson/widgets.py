@@ -64,21 +64,17 @@ class _Panel(ipywidgets.VBox):
         self.redraw = Background()
         for control in controls:
             control.observe(self._moved, names="value")
-        self._update()
+        _guarded(self._words, self._draw)
 
     def static_figure(self) -> tuple[Figure, str]:
         """What stays where widgets do not live: a figure and its description."""
         raise NotImplementedError
 
     def _draw(self) -> None:
-        """Show the present state."""
         raise NotImplementedError
 
-    def _update(self) -> None:
-        _guarded(self._words, self._draw)
-
     def _moved(self, change: dict[str, Any]) -> None:
-        self.redraw.start(self._update, after=True)
+        self.redraw.start(lambda: _guarded(self._words, self._draw), after=True)
 
     def _ipython_display_(self) -> None:
         notebook.display(self._repr_mimebundle_(), raw=True)

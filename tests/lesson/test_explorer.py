@@ -26,10 +26,9 @@ from moe_lab.lesson.explorer import (
 from moe_lab.lesson.readout import draw_trials
 from moe_lab.lesson.stopwatch import Times
 from moe_lab.machine import backend
-from moe_lab.model.choices import choices, grid, offered
+from moe_lab.model.choices import grid
 from moe_lab.problem.errors import ExportError, SubmissionError
 from moe_lab.problem.submission import Submission
-from moe_lab.steps import STEPS, step
 
 STEP = "s0_baseline"
 
@@ -42,78 +41,9 @@ def trial(value=64, verdict="accepted", **more):
     return Trial(**{**fields, **more})
 
 
-# --- choices
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("BLOCK_N", 16, (16, 32, 64)),
-        ("BLOCK_N", 256, (32, 64, 128, 256, 512, 1024)),
-        ("TOKEN_TILE", 192, tuple(range(32, 385, 32))),
-        ("TOKEN_TILE", 48, (16, 32, 48, 64, 80, 96)),
-        ("PANEL", 10, (1, 2, 4, 6, 8, 10, 12, 16)),
-        ("STAGE1_PANEL", 5, (1, 2, 4, 5, 6, 8, 10, 12, 16)),
-        ("NUM_STAGES", 6, (1, 2, 3, 4, 6)),
-        ("THREADS", 96, (64, 96, 128, 256, 384, 512, 1024)),
-        ("COPY_WIDTH", 8, (1, 2, 4, 8)),
-        ("SWIZZLE_VECTOR", 0, (0, 2, 4, 8)),
-        ("PANEL_ORDER", "column", ("row", "column")),
-        ("STAGE1_POLICY", "FullRow", ("Square", "FullRow", "FullCol")),
-        ("POLICY", None, (None,)),
-        ("SPLITS", 3, (1, 2, 3, 4, 5, 6)),
-        ("ROWS", 1000, (1000,)),
-        ("OFFSET", 0, (0,)),
-        ("OFFSET", -1, (-1,)),
-        ("FLAG", True, (False, True)),
-        ("STAGES", True, (False, True)),
-        ("DTYPE", "float16", ("float16",)),
-        ("LOG2_E", 1.5, (1.5,)),
-        ("SHAPE", (128, 64), ((128, 64),)),
-    ],
-)
-def test_offered_values_follow_the_word_or_are_neighbours_of_the_same_kind(name, value, expected):
-    assert offered(name, value) == expected
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_every_literal_of_every_step_has_its_own_value_among_those_offered(name):
-    submission = step(name)
-    found = choices(submission)
-    assert [choice.name for choice in found] == list(submission.literals)
-    for choice in found:
-        assert choice.value in choice.values
-        assert submission.with_literals(**{choice.name: choice.values[-1]}).values[choice.name] == choice.values[-1]
-
-
-def test_a_choice_carries_the_comment_above_its_run_of_literals():
-    source = textwrap.dedent(
-        """
-        # Rows of a block.
-        # The contract fixes it.
-        BLOCK_M = 128
-        # Columns and depth.
-        BLOCK_N = 64
-        BLOCK_K = 32
-
-        PANEL = 4
-        """
-    )
-    comments = {choice.name: choice.comment for choice in choices(Submission(source))}
-    assert comments == {
-        "BLOCK_M": "Rows of a block. The contract fixes it.",
-        "BLOCK_N": "Columns and depth.",
-        "BLOCK_K": "Columns and depth.",
-        "PANEL": "",
-    }
-
-
-def test_a_grid_holds_every_combination_once():
-    found = list(grid({"A": (1, 2, 3), "B": (True, False)}))
-    assert len(found) == 6
-    assert found[0] == {"A": 1, "B": True}
-    assert found[-1] == {"A": 3, "B": False}
-    assert len({tuple(item.items()) for item in found}) == 6
+@pytest.fixture
+def history(tmp_path):
+    return History(tmp_path / "history.jsonl", STEP)
 
 
 # --- history
@@ -171,8 +101,7 @@ def test_a_history_that_cannot_be_written_keeps_the_trial_and_says_so(tmp_path):
     assert len(history.trials()) == 1
 
 
-def test_a_configuration_keeps_its_verdict_when_it_is_timed_and_the_other_way_round(tmp_path):
-    history = History(tmp_path / "history.jsonl", STEP)
+def test_a_configuration_keeps_its_verdict_when_it_is_timed_and_the_other_way_round(history):
     history.add(trial(64, "accepted", reason="right", judged_on="cpu"))
     history.add(trial(64, "", time_ms=2.0, baseline_ms=4.0, timed_on="small, cpu", bound_ms=None))
     (merged,) = history.trials()
@@ -185,8 +114,7 @@ def test_a_configuration_keeps_its_verdict_when_it_is_timed_and_the_other_way_ro
     assert len(history.trials()) == 2
 
 
-def test_one_right_case_does_not_replace_the_judges_yes(tmp_path):
-    history = History(tmp_path / "history.jsonl", STEP)
+def test_one_right_case_does_not_replace_the_judges_yes(history):
     history.add(trial(64, "accepted"))
     history.add(trial(64, FIRST_CASE_RIGHT))
     assert history.trials()[0].verdict == "accepted"
@@ -195,8 +123,7 @@ def test_one_right_case_does_not_replace_the_judges_yes(tmp_path):
     assert history.trials()[1].verdict == "wrong_answer"
 
 
-def test_the_best_is_the_fastest_accepted_one_of_the_same_machine_and_sizes(tmp_path):
-    history = History(tmp_path / "history.jsonl", STEP)
+def test_the_best_is_the_fastest_accepted_one_of_the_same_machine_and_sizes(history):
     assert history.best() is None
     history.add(trial(16, "wrong_answer", time_ms=1.0, baseline_ms=9.0, timed_on="here"))
     assert history.best() is None
@@ -210,13 +137,12 @@ def test_the_best_is_the_fastest_accepted_one_of_the_same_machine_and_sizes(tmp_
     assert History(history.path, "another step").best() is None
 
 
-def test_the_csv_holds_every_configuration(tmp_path):
-    history = History(tmp_path / "history.jsonl", STEP)
+def test_the_csv_holds_every_configuration(history):
     history.add(trial(64, reason='a "quoted", reason'))
     history.add(trial(32, time_ms=2.0, baseline_ms=5.0))
     history.add(trial(16, step="other"))
     history = History(history.path, STEP)
-    table = pd.read_csv(history.save_csv(tmp_path / "table.csv"))
+    table = pd.read_csv(history.save_csv(history.path.with_name("table.csv")))
     assert table["BLOCK_K"].tolist() == [64, 32]
     assert table["speed"].tolist()[1] == 2.5
     assert table["reason"][0] == 'a "quoted", reason'
@@ -334,15 +260,18 @@ def test_the_end_of_the_interpreter_stops_the_work():
 SETTING = Setting("c500", 1, "balanced")
 
 
-def session(tmp_path, step_name="s0"):
-    return Session(step_name, tmp_path / "history.jsonl", tmp_path / "submission.py")
+@pytest.fixture
+def found(tmp_path):
+    """A session of the baseline whose files lie in a folder of the test."""
+    return Session("s0", tmp_path / "history.jsonl", tmp_path / "submission.py")
 
 
-def fake_report(verdict="accepted"):
-    return Report(
-        verdict=Verdict(verdict), sentence=f"said {verdict}", profile="contest", judge_sha256="0", device="a device",
-        submission=SubmissionReport(name="x"), seed=1, started="now",
-    )  # fmt: skip
+def sweep(found, values, say=lambda done, text: None, tried=lambda: None):
+    return found.sweep(values, SETTING, say, tried)
+
+
+def quiet(text):
+    """Says nothing."""
 
 
 @pytest.fixture
@@ -353,54 +282,56 @@ def judged(monkeypatch):
     def judge(submission, *, profile, progress, plan=None):
         calls.append(submission)
         progress("checking")
-        return fake_report("wrong_answer" if submission.values["STAGE1_BLOCK_K"] == 32 else "accepted")
+        verdict = "wrong_answer" if submission.values["STAGE1_BLOCK_K"] == 32 else "accepted"
+        return Report(
+            verdict=Verdict(verdict), sentence=f"said {verdict}", profile="contest", judge_sha256="0",
+            device="a device", submission=SubmissionReport(name="x"), seed=1, started="now",
+        )  # fmt: skip
 
     monkeypatch.setattr("moe_lab.judge.judge", judge, raising=False)
     return calls
 
 
-def test_a_check_is_remembered_with_its_verdict(tmp_path, judged):
-    found, said = session(tmp_path), []
+def test_a_check_is_remembered_with_its_verdict(found, judged):
+    said = []
     report = found.check(found.base, SETTING, said.append)
     assert report.accepted
     assert said == ["checking"]
-    (known,) = History(tmp_path / "history.jsonl", STEP).trials()
+    (known,) = History(found.history.path, STEP).trials()
     assert (known.step, known.verdict, known.judged_on) == ("s0_baseline", "accepted", "a device")
     assert known.source_hash == found.base.source_hash
     assert known.bound_ms == found.read(found.base, SETTING).bound_ms
 
 
-def test_one_case_alone_does_not_accept_anything(tmp_path, judged):
-    found = session(tmp_path)
-    found.check(found.base, SETTING, lambda text: None, quick=True)
+def test_one_case_alone_does_not_accept_anything(found, judged):
+    found.check(found.base, SETTING, quiet, quick=True)
     assert found.history.trials()[0].verdict == FIRST_CASE_RIGHT
     assert found.history.best() is None
 
 
-def test_a_sweep_judges_only_what_fits_and_keeps_everything(tmp_path, judged):
-    found, said, tried = session(tmp_path), [], []
+def test_a_sweep_judges_only_what_fits_and_keeps_everything(found, judged):
+    said, tried = [], []
     values = list(grid({"STAGE1_BLOCK_K": (32, 64, 128), "NUM_STAGES": (1, 4)}))
-    verdicts = found.sweep(values, SETTING, lambda done, text: said.append(done), lambda: tried.append(1))
+    verdicts = sweep(found, values, lambda done, text: said.append(done), lambda: tried.append(1))
     # With four stages only a K of 32 fits: 4 * 2 * 128 * 32 * 2 bytes are all of 64 KiB in stage 1, but in stage 2
     # K is 128: 4 * 128 * 128 * 2 bytes.
     assert verdicts == {DOES_NOT_FIT: 3, FIRST_CASE_RIGHT: 2, "wrong_answer": 1}
     assert len(judged) == 3
     assert len(tried) == 6
     assert said[-1] == 5
-    known = History(tmp_path / "history.jsonl", STEP).trials()
+    known = History(found.history.path, STEP).trials()
     assert [trial.values["STAGE1_BLOCK_K"] for trial in known] == [32, 32, 64, 64, 128, 128]
     assert all("65536" in trial.reason for trial in known if trial.verdict == DOES_NOT_FIT)
 
 
-def test_times_are_remembered(tmp_path, monkeypatch):
+def test_times_are_remembered(found, monkeypatch):
     def time_it(submission, case, routing, *, say, checkpoint):
         checkpoint()
         assert (case, routing) == (1, "balanced")
         return Times(2.0, 3.0, "a case, a device")
 
     monkeypatch.setattr("moe_lab.lesson.stopwatch.time_against_baseline", time_it)
-    found = session(tmp_path)
-    assert found.time(found.base, SETTING, lambda text: None).time_ms == 2.0
+    assert found.time(found.base, SETTING, quiet).time_ms == 2.0
     (trial,) = found.history.trials()
     assert (trial.speed, trial.timed_on) == (1.5, "a case, a device")
 
@@ -410,52 +341,47 @@ def test_a_sweep_goes_on_where_nothing_can_be_read(tmp_path, judged):
     found = Session(mine, tmp_path / "history.jsonl", tmp_path / "submission.py")
     with pytest.raises(SubmissionError):
         found.read(mine, SETTING)
-    values = list(grid({"STAGE1_BLOCK_K": (32, 64)}))
-    verdicts = found.sweep(values, SETTING, lambda done, text: None, lambda: None)
+    verdicts = sweep(found, list(grid({"STAGE1_BLOCK_K": (32, 64)})))
     assert verdicts == {"wrong_answer": 1, FIRST_CASE_RIGHT: 1}
 
 
-def test_a_stopped_sweep_keeps_what_it_tried(tmp_path, judged):
-    found = session(tmp_path)
+def test_a_stopped_sweep_keeps_what_it_tried(found, judged):
 
     def tried():
         if len(found.history.trials()) == 2:
             found.work.stop()
 
     values = list(grid({"STAGE1_BLOCK_K": (16, 32, 64, 128)}))
-    found.work.start(lambda: found.sweep(values, SETTING, lambda done, text: None, tried))
+    found.work.start(lambda: sweep(found, values, tried=tried))
     assert found.work.wait(30)
-    assert len(History(tmp_path / "history.jsonl", STEP).trials()) == 2
+    assert len(History(found.history.path, STEP).trials()) == 2
 
 
-def test_an_export_is_the_text_that_was_looked_at_and_is_judged_once(tmp_path, judged):
-    found = session(tmp_path)
+def test_an_export_is_the_text_that_was_looked_at_and_is_judged_once(found, judged):
     mine = found.base.with_literals(STAGE1_BLOCK_K=64)
     assert not found.would_replace(mine)
-    assert found.export(mine, SETTING, lambda text: None).accepted
-    assert (tmp_path / "submission.py").read_text() == mine.source
+    assert found.export(mine, SETTING, quiet).accepted
+    assert found.target.read_text() == mine.source
     assert len(judged) == 1
     assert not found.would_replace(mine)
     assert found.would_replace(found.base)
-    found.export(mine, SETTING, lambda text: None)
+    found.export(mine, SETTING, quiet)
     assert len(judged) == 1
 
 
-def test_an_export_that_breaks_a_rule_leaves_the_file_alone(tmp_path, judged):
-    found = session(tmp_path)
-    (tmp_path / "submission.py").write_text("kept")
+def test_an_export_that_breaks_a_rule_leaves_the_file_alone(found, judged):
+    found.target.write_text("kept")
     with pytest.raises(ExportError, match=r"NUM_STAGES|num_stages"):
-        found.export(found.base.with_literals(NUM_STAGES=2), SETTING, lambda text: None)
-    assert (tmp_path / "submission.py").read_text() == "kept"
+        found.export(found.base.with_literals(NUM_STAGES=2), SETTING, quiet)
+    assert found.target.read_text() == "kept"
     assert judged == []
 
 
-def test_the_summary_numbers_configurations_newest_first(tmp_path, judged, monkeypatch):
+def test_the_summary_numbers_configurations_newest_first(found, judged, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    found = session(tmp_path)
     assert found.summary().empty
     for changed in ({}, {"STAGE1_BLOCK_K": 32}):
-        found.check(found.base.with_literals(**changed), SETTING, lambda text: None)
+        found.check(found.base.with_literals(**changed), SETTING, quiet)
     table = found.summary()
     assert table["no."].tolist() == [2, 1]
     assert table["changed"].tolist() == ["STAGE1_BLOCK_K 32", "nothing"]
@@ -499,8 +425,8 @@ def test_this_machine_is_a_device_only_if_its_figures_are_known(monkeypatch):
     assert SETTING.figures.name == "c500"
 
 
-def test_stop_ends_the_judge_and_everything_it_started(tmp_path):
-    found, said = session(tmp_path), threading.Event()
+def test_stop_ends_the_judge_and_everything_it_started(found):
+    said = threading.Event()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     def say(text):
@@ -516,14 +442,14 @@ def test_stop_ends_the_judge_and_everything_it_started(tmp_path):
     assert found.history.trials() == []
 
 
-def test_random_configurations_get_a_verdict_from_the_real_judge(tmp_path):
-    found, rng = session(tmp_path), random.Random(1)
+def test_random_configurations_get_a_verdict_from_the_real_judge(found):
+    rng = random.Random(1)
     fitting = []
     while len(fitting) < 2:
         values = {choice.name: rng.choice(choice.values) for choice in found.choices if choice.name != "BLOCK_M"}
         if found.read(found.base.with_literals(**values), SETTING).fits:
             fitting.append(values)
-    verdicts = found.sweep([*fitting, {"NUM_STAGES": 2}], SETTING, lambda done, text: None, lambda: None)
+    verdicts = sweep(found, [*fitting, {"NUM_STAGES": 2}])
     assert sum(verdicts.values()) == 3
     assert verdicts[DOES_NOT_FIT] == 1
     assert all(item.verdict and item.reason for item in found.history.trials())

@@ -55,8 +55,28 @@ def judged(monkeypatch):
     return go
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """What was displayed."""
+    found = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: found.append(data))
+    return found
+
+
 def press(panel, key):
     panel._buttons[key].click()
+
+
+def run(panel, key):
+    press(panel, key)
+    assert panel.session.work.wait(200), panel._message.value
+
+
+def move(panel, **controls):
+    """Give literals or menus a value and wait for what is drawn."""
+    for name, value in controls.items():
+        (panel._literals[name] if name.isupper() else getattr(panel, f"_{name}")).value = value
+    assert panel.redraw.wait()
 
 
 def test_a_move_changes_readout_and_picture(make):
@@ -64,25 +84,21 @@ def test_a_move_changes_readout_and_picture(make):
     before = panel._words.value, panel._rows.value
     assert "Fits the MetaX C500" in before[0]
     assert "64 of 64 KiB" in panel._gauges.value
-    panel._literals["STAGE1_BLOCK_N"].value = 64
-    assert panel.redraw.wait()
+    move(panel, STAGE1_BLOCK_N=64)
     assert "32 of 64 KiB" in panel._gauges.value
     assert "32 × 128 = 4096" in panel._rows.value
     picture = panel._roofline.value
-    panel._case.value = 3
-    assert panel.redraw.wait()
+    move(panel, case=3)
     assert panel._roofline.value != picture
     assert panel._roofline.value[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_what_does_not_fit_names_the_limit_and_another_device_may_take_it(make):
     panel = make("s0", device="c500")
-    panel._literals["NUM_STAGES"].value = 2
-    assert panel.redraw.wait()
+    move(panel, NUM_STAGES=2)
     assert "stage 1 needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536" in panel._words.value
     assert "too much" in panel._gauges.value
-    panel._device.value = "h200"
-    assert panel.redraw.wait()
+    move(panel, device="h200")
     assert "Fits the NVIDIA H200" in panel._words.value
     assert "too much" not in panel._gauges.value
 
@@ -109,8 +125,7 @@ def test_this_machine_may_be_a_gpu(make):
         assert "Fits the" in panel._words.value
     panel.values = {"NUM_STAGES": 3}
     panel.session.check(panel.submission, panel.setting, lambda text: None, quick=True)
-    press(panel, "time")
-    assert panel.session.work.wait(200), panel._message.value
+    run(panel, "time")
     (tried,) = panel.session.history.trials()
     assert (tried.verdict, tried.judged_on) == (FIRST_CASE_RIGHT, backend.detect().name), tried.reason
     assert tried.timed_on == f"case 1, multinomial-0, {backend.detect().name}", panel._message.value
@@ -118,15 +133,18 @@ def test_this_machine_may_be_a_gpu(make):
     assert tried.time_ms < tried.baseline_ms
 
 
-def test_what_does_not_exist_is_refused_by_name(make):
-    with pytest.raises(SubmissionError, match="got step 's99'"):
-        make("s99")
-    with pytest.raises(DataError, match="got device 'abacus'"):
-        make(device="abacus")
-    with pytest.raises(ContractError, match="got case 4, expected one of 1, 2, 3"):
-        make(case=4)
-    with pytest.raises(DataError, match="got routing 'none'"):
-        make(routing="none")
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"step": "s99"}, SubmissionError, "got step 's99'"),
+        ({"device": "abacus"}, DataError, "got device 'abacus'"),
+        ({"case": 4}, ContractError, "got case 4, expected one of 1, 2, 3"),
+        ({"routing": "none"}, DataError, "got routing 'none'"),
+    ],
+)
+def test_what_does_not_exist_is_refused_by_name(make, asked, error, message):
+    with pytest.raises(error, match=message):
+        make(**asked)
 
 
 def test_a_device_that_is_not_in_the_menu_joins_it(make):
@@ -136,14 +154,12 @@ def test_a_device_that_is_not_in_the_menu_joins_it(make):
     assert [value for _, value in panel._device.options] == ["a100", "c500", "h200", "here"]
 
 
-def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make, monkeypatch):
+def test_a_file_that_cannot_be_followed_is_a_sentence_in_the_panel(make, shown):
     panel = make(Submission("BLOCK = 32\n", "mine.py"))
     assert "run_kernel" in panel._words.value
     assert "Traceback" not in panel._words.value
     with pytest.raises(SubmissionError):
         panel.static_figure()
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
     panel._ipython_display_()
     assert "application/vnd.jupyter.widget-view+json" in shown[0]
     assert "run_kernel" in shown[1]["text/plain"]
@@ -156,14 +172,12 @@ def test_a_mistake_of_ours_is_a_sentence_with_the_details_folded(make, monkeypat
         raise ZeroDivisionError("<broken>")
 
     monkeypatch.setattr(panel.session, "read", broken)
-    panel._literals["NUM_STAGES"].value = 3
-    assert panel.redraw.wait()
+    move(panel, NUM_STAGES=3)
     assert "mistake in moe_lab" in panel._words.value
     assert "<details>" in panel._words.value
     assert "&lt;broken&gt;" in panel._words.value
     monkeypatch.undo()
-    panel._literals["NUM_STAGES"].value = 1
-    assert panel.redraw.wait()
+    move(panel, NUM_STAGES=1)
     assert "Fits" in panel._words.value
     monkeypatch.setattr(panel.session, "summary", broken)
     panel._device.value = "h200"
@@ -191,14 +205,12 @@ def test_a_second_click_starts_nothing_and_the_verdict_is_shown(make, judged):
 def test_stop_ends_the_run_and_the_panel_goes_on(make, judged):
     panel = make()
     press(panel, "check")
-    press(panel, "stop")
-    assert panel.session.work.wait(30)
+    run(panel, "stop")
     assert "Stopped" in panel._message.value
     assert panel.session.history.trials() == []
     assert not panel._buttons["check"].disabled
     judged.set()
-    press(panel, "check")
-    assert panel.session.work.wait(30)
+    run(panel, "check")
     assert "accepted" in panel._message.value
 
 
@@ -216,8 +228,7 @@ def test_a_sweep_takes_the_ticked_literals_and_can_be_paused(make, judged):
     assert not panel._buttons["pause"].disabled
     press(panel, "pause")
     assert panel._buttons["pause"].description == "Go on"
-    press(panel, "pause")
-    assert panel.session.work.wait(60)
+    run(panel, "pause")
     assert panel._buttons["pause"].description == "Pause"
     trials = panel.session.history.trials()
     assert len(trials) == count
@@ -232,8 +243,7 @@ def test_a_time_stands_beside_the_baselines(make, monkeypatch):
         "moe_lab.lesson.stopwatch.time_against_baseline", lambda *args, **kwargs: Times(2.0, 3.0, "a case, a device")
     )
     panel = make()
-    press(panel, "time")
-    assert panel.session.work.wait(30)
+    run(panel, "time")
     assert "2.000 ms, the baseline 3.000 ms: 1.50 times as fast (a case, a device)" in panel._message.value
     assert "a case, a device" in panel._table.value
 
@@ -243,15 +253,13 @@ def test_source_and_diff_are_what_is_exported(make, judged):
     judged.set()
     press(panel, "diff")
     assert "No difference" in panel._text.value
-    panel._literals["STAGE1_BLOCK_K"].value = 64
-    assert panel.redraw.wait()
+    move(panel, STAGE1_BLOCK_K=64)
     assert "-STAGE1_BLOCK_K = 128\n+STAGE1_BLOCK_K = 64" in panel._text.value
     press(panel, "source")
     assert "STAGE1_BLOCK_K = 64" in panel._text.value
     press(panel, "source")
     assert panel._text.value == ""
-    press(panel, "export")
-    assert panel.session.work.wait(30)
+    run(panel, "export")
     assert panel.session.target.read_text() == step("s0").with_literals(STAGE1_BLOCK_K=64).source
     assert "submission.py" in panel._message.value
     assert "accepted" in panel._message.value
@@ -267,16 +275,14 @@ def test_another_text_is_replaced_only_when_asked_twice(make, judged):
     panel._literals["STAGE1_BLOCK_K"].value = 64
     press(panel, "export")
     assert panel.session.target.read_text() == "mine"
-    press(panel, "export")
-    assert panel.session.work.wait(30)
+    run(panel, "export")
     assert "STAGE1_BLOCK_K = 64" in panel.session.target.read_text()
 
 
 def test_a_broken_rule_is_the_message(make, judged):
     panel = make()
     panel._literals["NUM_STAGES"].value = 2
-    press(panel, "export")
-    assert panel.session.work.wait(30)
+    run(panel, "export")
     assert "nothing was written" in panel._message.value
     assert not panel.session.target.exists()
 
@@ -286,8 +292,7 @@ def test_the_history_comes_back_and_the_best_can_be_restored(make, judged):
     assert panel._buttons["best"].disabled
     judged.set()
     panel._literals["STAGE1_BLOCK_N"].value = 64
-    press(panel, "check")
-    assert panel.session.work.wait(30)
+    run(panel, "check")
     again = make()
     assert "STAGE1_BLOCK_N 64" in again._table.value
     assert again._trials.value[:4] == b"\x89PNG"
@@ -343,16 +348,13 @@ def test_a_verdict_is_shown_even_if_the_history_cannot_keep_it(make, judged, tmp
     (tmp_path / "file").write_text("")
     panel = make(history=tmp_path / "file" / "history.jsonl")
     judged.set()
-    press(panel, "check")
-    assert panel.session.work.wait(30)
+    run(panel, "check")
     assert "accepted: all is" in panel._message.value
     assert "cannot be written" in panel._table.value
     assert "accepted" in panel._table.value
 
 
-def test_a_panel_leaves_a_figure_and_its_words(make, monkeypatch):
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
+def test_a_panel_leaves_a_figure_and_its_words(make, shown):
     make("s0", case=2, device="h200", routing="balanced")._ipython_display_()
     widget, picture, words = shown
     assert "application/vnd.jupyter.widget-view+json" in widget
@@ -380,16 +382,12 @@ def test_a_notebook_that_is_converted_or_committed_keeps_the_figure_and_its_word
 
 def test_the_layout_explorer_shows_the_layout_of_its_controls():
     panel = LayoutExplorer((3, 0, 2))
-    panel._block.value = 16
-    assert panel.redraw.wait()
+    move(panel, block=16)
     assert "5 valid rows in 32 padded rows, 2 blocks of 16" in panel._words.value
-    panel._rule.value = "plus_one"
-    assert panel.redraw.wait()
+    move(panel, rule="plus_one")
     assert "5 valid rows in 48 padded rows, 3 blocks of 16" in panel._words.value
     picture = panel._picture.value
-    panel._sizes.value = "128, 5"
-    panel._block.value = 128
-    assert panel.redraw.wait()
+    move(panel, sizes="128, 5", block=128)
     assert "133 valid rows in 384 padded rows, 3 blocks of 128" in panel._words.value
     assert panel._picture.value != picture
 
@@ -412,14 +410,12 @@ def test_the_roofline_explorer_gives_the_bounds_of_a_case():
     # 160 rows cover the 142 of an expert: one block, so one read; 160 rows of arithmetic still hide behind the memory.
     assert f"with padded rows computed: {memory:.3f} ms, memory binds" in panel._words.value
     assert f"each weight read once: {memory:.3f} ms" in panel._words.value
-    panel._block.value = 128
-    assert panel.redraw.wait()
+    move(panel, block=128)
     arithmetic = whole.padded_flops / (roof.peak_tflops * 1e9)
     assert f"with padded rows computed: {arithmetic:.3f} ms, arithmetic binds" in panel._words.value
     twice = (2 * whole.weight_bytes + whole.activation_bytes) / (roof.bandwidth_tbps * 1e9)
     assert f"each weight read 2 times: {twice:.3f} ms" in panel._words.value
-    panel._device.value = "c500"
-    assert panel.redraw.wait()
+    move(panel, device="c500")
     assert "MetaX C500, specification" in panel._words.value
     with pytest.raises(DataError):
         RooflineExplorer("abacus")
@@ -428,9 +424,7 @@ def test_the_roofline_explorer_gives_the_bounds_of_a_case():
 
 
 @pytest.mark.parametrize("panel", [LayoutExplorer, RooflineExplorer])
-def test_small_panels_leave_a_figure_and_its_words(panel, monkeypatch):
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: shown.append(data))
+def test_small_panels_leave_a_figure_and_its_words(panel, shown):
     made = panel()
     made._ipython_display_()
     assert "application/vnd.jupyter.widget-view+json" in shown[0]
