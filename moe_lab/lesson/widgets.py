@@ -56,10 +56,10 @@ class _Panel(ipywidgets.VBox):
     latest request is served.
     """
 
-    _words: ipywidgets.HTML  # says what the panel shows, or why it cannot
-
-    def __init__(self, controls: Sequence[ipywidgets.Widget], children: Sequence[ipywidgets.Widget]) -> None:
-        super().__init__([ipywidgets.HTML(_STYLE), *children])
+    def __init__(self, *controls: ipywidgets.Widget) -> None:
+        self._words = ipywidgets.HTML()  # says what is drawn, or why it cannot be
+        self._picture = _picture()
+        super().__init__([ipywidgets.HTML(_STYLE), *self._arranged(controls)])
         self.add_class("moe-lab-panel")
         self.redraw = Background()
         for control in controls:
@@ -70,8 +70,12 @@ class _Panel(ipywidgets.VBox):
         """What stays where widgets do not live: a figure and its description."""
         raise NotImplementedError
 
+    def _arranged(self, controls: Sequence[ipywidgets.Widget]) -> list[ipywidgets.Widget]:
+        return [ipywidgets.HBox(controls, layout=_WRAP), self._words, self._picture]
+
     def _draw(self) -> None:
-        raise NotImplementedError
+        figure, words = self.static_figure()
+        self._words.value, self._picture.value = _note(words), _png(figure)
 
     def _moved(self, change: dict[str, Any]) -> None:
         self.redraw.start(lambda: _guarded(self._words, self._draw), after=True)
@@ -210,9 +214,9 @@ class TileExplorer(_Panel):
             name: ipywidgets.Checkbox(value=False, indent=False, tooltip=f"Vary {name} in a sweep", layout=small)
             for name in self._literals
         }
-        self._words, self._gauges, self._bound, self._rows = (ipywidgets.HTML() for _ in range(4))
+        self._gauges, self._bound, self._rows = (ipywidgets.HTML() for _ in range(3))
         self._message, self._text, self._table = (ipywidgets.HTML() for _ in range(3))
-        self._roofline, self._trials = _picture(), _picture()
+        self._trials = _picture()
         self._progress = ipywidgets.IntProgress(layout={"width": "100%", "display": "none"})
         self._buttons: dict[str, ipywidgets.Button] = {}
         for key, (text, tooltip) in itertools.chain.from_iterable(row.items() for row in _BUTTONS.values()):
@@ -220,11 +224,11 @@ class TileExplorer(_Panel):
             self._buttons[key].on_click(functools.partial(self._press, getattr(self, f"_{key}")))
         self._buttons["check"].button_style = "primary"
         self._shown, self._asked_to_replace = "", False
-        super().__init__([*self._menus, *self._literals.values(), *self._swept.values()], self._arranged())
+        super().__init__(*self._menus, *self._literals.values(), *self._swept.values())
         self._show_history()
         self._enable(busy=False)
 
-    def _arranged(self) -> list[ipywidgets.Widget]:
+    def _arranged(self, controls: Sequence[ipywidgets.Widget]) -> list[ipywidgets.Widget]:
         box, words = ipywidgets.HBox, ipywidgets.HTML
         left = [words(f"<b>Tiles of {html.escape(self.session.step)}</b>; tick what a sweep shall vary")]
         for stage, names in itertools.groupby(self._literals, re.compile(r"^STAGE(\d+)").findall):
@@ -232,7 +236,7 @@ class TileExplorer(_Panel):
             left += [box([self._swept[name], self._literals[name]]) for name in names]
         if constants := [f"{each.name} = {each.value!r}" for each in self.session.choices if len(each.values) == 1]:
             left.append(words(f"<small>Constants: {html.escape(', '.join(constants))}</small>"))
-        right = [self._words, self._gauges, self._roofline, self._bound]
+        right = [self._words, self._gauges, self._picture, self._bound]
         columns = [
             ipywidgets.VBox([*left, self._rows], layout={"width": "390px", "flex": "0 0 auto"}),
             ipywidgets.VBox(right, layout={"flex": "1 1 420px", "min_width": "0"}),
@@ -290,7 +294,7 @@ class TileExplorer(_Panel):
         self._words.value = _note(readout.sentence, {True: "good", False: "bad", None: ""}[readout.fits])
         self._gauges.value, self._rows.value = gauges_html(readout), rows_html(readout)
         self._bound.value = html.escape(readout.bound_sentence)
-        self._roofline.value = _roofline_png(replace(readout, title="", sentence="", gauges=(), columns=(), rows=()))
+        self._picture.value = _roofline_png(replace(readout, title="", sentence="", gauges=(), columns=(), rows=()))
         self.session.read_ahead(submission, setting)
 
     def _show_text(self) -> None:
@@ -443,19 +447,7 @@ class TileExplorer(_Panel):
 # --- layout and roofline ---------------------------------------------------------------------------------------------
 
 
-class _Plotter(_Panel):
-    """A panel with one picture and a sentence above it."""
-
-    def __init__(self, *controls: ipywidgets.Widget) -> None:
-        self._words, self._picture = ipywidgets.HTML(), _picture()
-        super().__init__(controls, [ipywidgets.HBox(controls, layout=_WRAP), self._words, self._picture])
-
-    def _draw(self) -> None:
-        figure, words = self.static_figure()
-        self._words.value, self._picture.value = _note(words), _png(figure)
-
-
-class LayoutExplorer(_Plotter):
+class LayoutExplorer(_Panel):
     """Group sizes, block size and padding rule: the layout they give and what it wastes.
 
     ``sizes`` are the valid rows of each expert, by default of a random routing of the contest's case 1. Raises
@@ -480,7 +472,7 @@ class LayoutExplorer(_Plotter):
         return plots.layout_picture(GroupedLayout(sizes, self._block.value, self._rule.value))
 
 
-class RooflineExplorer(_Plotter):
+class RooflineExplorer(_Panel):
     """Device, case and block size: the bound of the case, and what padding and a second read of the weights make of it.
 
     Every expert has the same number of rows. Raises DataError for a device that does not exist, ContractError for a

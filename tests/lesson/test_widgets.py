@@ -87,10 +87,10 @@ def test_a_move_changes_readout_and_picture(make):
     move(panel, STAGE1_BLOCK_N=64)
     assert "32 of 64 KiB" in panel._gauges.value
     assert "32 × 128 = 4096" in panel._rows.value
-    picture = panel._roofline.value
+    picture = panel._picture.value
     move(panel, case=3)
-    assert panel._roofline.value != picture
-    assert panel._roofline.value[:8] == b"\x89PNG\r\n\x1a\n"
+    assert panel._picture.value != picture
+    assert panel._picture.value[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_what_does_not_fit_names_the_limit_and_another_device_may_take_it(make):
