@@ -1,8 +1,6 @@
 """Source text as the notebooks show it: slices of a submission, diffs, and generated code side by side.
 
-A slice is found by what its first and last line say, never by line numbers, so a step that is edited shows its new
-text, and one that lost the line says so.
-"""
+A slice is found by what its lines say, never by line numbers, so an edited step shows its new text."""
 
 from __future__ import annotations
 
@@ -27,24 +25,16 @@ _ARITHMETIC = re.compile(r"(?:\(int(?:32_t|64_t)?\)|threadIdx\.\w|blockIdx\.\w|\
 _SHADES = {
     "+": "background-color:#dbeafe;color:#111111", "-": "background-color:#ffe4c7;color:#111111", "@": "opacity:0.6",
 }  # fmt: skip
-_CASTS = re.compile(r"reinterpret_cast<[^<>]*>")
 
 
 @dataclass(frozen=True, repr=False)
 class Listing:
-    """Some lines of source.
-
-    Attributes:
-        text: the lines, not indented.
-        language: what to highlight it as: "python", "diff" or "cpp".
-        first_line: number of the first line in its file, from 1; 0 if that means nothing.
-        summary: a heading that opens the lines; empty if they are always open.
-    """
+    """Some lines of source."""
 
     text: str
-    language: str
-    first_line: int = 0
-    summary: str = ""
+    language: str  #: "python" or "diff", whose lines are coloured; the signs at their beginning say the same
+    first_line: int = 0  #: its number in the file, from 1; 0 for a difference
+    summary: str = ""  #: a heading that opens the lines; empty if they are always open
 
     def __str__(self) -> str:
         """The lines below their heading."""
@@ -56,19 +46,17 @@ class Listing:
 
     def __repr__(self) -> str:
         """How much there is: a notebook keeps this beside what it shows."""
-        return (
-            f"{self.summary}: " if self.summary else ""
-        ) + f"{self.text.count(chr(10)) + 1} lines of {self.language}"
+        size = f"{len(self.text.splitlines())} lines of {self.language}"
+        return f"{self.summary}: {size}" if self.summary else size
 
     def _repr_markdown_(self) -> str | None:
         if self.language == "diff" or self.summary:
             return None
         last = self.first_line + self.text.count("\n")
-        where = f"Lines {self.first_line} to {last}:\n\n" if self.first_line else ""
-        return f"{where}```{self.language}\n{self.text}\n```"
+        return f"Lines {self.first_line} to {last}:\n\n```python\n{self.text}\n```"
 
     def _repr_html_(self) -> str | None:
-        """Differences in colour; the signs at the beginning of the lines say the same."""
+        found = f"<pre>{html.escape(self.text)}</pre>"
         if self.language == "diff":
             shown = []
             for sign, group in itertools.groupby(self.text.splitlines(), key=lambda line: line[:1]):
@@ -76,82 +64,50 @@ class Listing:
                 shown.append(f'<span style="{_SHADES[sign]}">{text}</span>' if sign in _SHADES else text)
             lines = "\n".join(shown)
             found = f'<pre style="font-family:monospace;font-size:12px;line-height:1.35">{lines}</pre>'
-        else:
-            found = f"<pre>{html.escape(self.text)}</pre>"
         if self.summary:
             return f"<details><summary>{html.escape(self.summary)}</summary>{found}</details>"
         return found if self.language == "diff" else None
 
 
-def lines(submission: Submission, first: str, last: str | None = None, *, occurrence: int = 1) -> Listing:
-    """The lines of a submission from one to another.
+def lines(submission: Submission, first: str, last: str, *, occurrence: int = 1) -> Listing:
+    """The lines of a submission from one that holds ``first`` to the next that holds ``last``, which may be the same.
 
-    Args:
-        submission: whose text.
-        first: some text of the first line.
-        last: some text of the last line, at or after the first; None for the first line alone.
-        occurrence: which of the lines that hold ``first``, from 1.
-
-    Raises:
-        SubmissionError: if there is no such line.
+    ``occurrence`` says which of the lines that hold ``first``, from 1. Raises SubmissionError if there is no such line.
 
     >>> str(lines(Submission("a = 1\\nif a:\\n    b = 2\\n    c = 3\\n"), "b =", "c ="))
     'b = 2\\nc = 3'
     """
-    start, end = _span(submission.source.splitlines(), submission.name, first, last, occurrence)
-    return Listing(_cut(submission.source, start, end), "python", start + 1)
+    text = submission.source.splitlines()
+    start = _find(text, submission.name, first, occurrence=occurrence)
+    end = _find(text, submission.name, last, start)
+    return Listing(textwrap.dedent("\n".join(text[start : end + 1])), "python", start + 1)
 
 
-def block(code: str, first: str, *, occurrence: int = 1) -> str:
-    """A statement of generated code: its line, or everything up to the brace that closes what the line opens.
+def block(code: str, first: str) -> str:
+    """A statement of generated C, CUDA or HIP, found by a part of its line and made short by :func:`elide`.
 
-    Args:
-        code: C, CUDA or HIP source.
-        first: some text of its first line.
-        occurrence: which of the lines that hold ``first``, from 1.
-
-    Returns:
-        The lines, made short by :func:`elide`.
-
-    Raises:
-        SubmissionError: if there is no such line.
+    It is that line, or all up to the brace that closes what it opens. Raises SubmissionError if there is no such line.
     """
     text = code.splitlines()
-    start, end = _span(text, "the generated code", first, None, occurrence)
-    indent = re.match(r"\s*", text[start])
-    if text[start].endswith("{") and indent:
-        closing = indent.group() + "}"
+    start = end = _find(text, "the generated code", first)
+    if text[start].endswith("{"):
+        closing = text[start][: -len(text[start].lstrip())] + "}"
         end = next(number for number in range(start + 1, len(text)) if text[number].startswith(closing))
-    return elide(_cut(code, start, end))
+    return elide(textwrap.dedent("\n".join(text[start : end + 1])))
 
 
-def _span(text: list[str], name: str, first: str, last: str | None, occurrence: int) -> tuple[int, int]:
-    starts = [number for number, line in enumerate(text) if first in line]
-    if len(starts) < occurrence:
+def _find(text: list[str], name: str, sought: str, start: int = 0, occurrence: int = 1) -> int:
+    found = [number for number in range(start, len(text)) if sought in text[number]]
+    if len(found) < occurrence:
         raise SubmissionError(
-            f"got {len(starts)} lines with {first!r} in {name}, expected at least {occurrence}, usually because the "
-            "file was edited"
+            f"got {len(found)} lines with {sought!r} in {name} from line {start + 1}, expected at least {occurrence}, "
+            "usually because the file was edited"
         )
-    start = starts[occurrence - 1]
-    ends = [start] if last is None else [number for number in range(start, len(text)) if last in text[number]]
-    if not ends:
-        raise SubmissionError(
-            f"got no line with {last!r} after line {start + 1} of {name}, expected one, usually because the file was "
-            "edited"
-        )
-    return start, ends[0]
+    return found[occurrence - 1]
 
 
-def _cut(text: str, start: int, end: int) -> str:
-    return textwrap.dedent("\n".join(text.splitlines()[start : end + 1]))
-
-
-def difference(old: Submission, new: Submission, context: int = 1) -> Listing:
+def difference(old: Submission, new: Submission) -> Listing:
     """What changes from one submission to another; lines that only moved to the right or left count as equal.
-
-    Args:
-        old, new: the two.
-        context: equal lines around each change.
 
     >>> text = difference(Submission("a = 1\\nb = 2\\n"), Submission("if c:\\n    a = 1\\n    b = 3\\n"))
     >>> print(text)
@@ -164,28 +120,23 @@ def difference(old: Submission, new: Submission, context: int = 1) -> Listing:
     before, after = old.source.splitlines(), new.source.splitlines()
     matcher = difflib.SequenceMatcher(None, [line.strip() for line in before], [line.strip() for line in after], False)
     shown = []
-    for group in matcher.get_grouped_opcodes(context):
+    for group in matcher.get_grouped_opcodes(1):
         shown.append(f"@@ line {group[0][3] + 1} @@")
         for kind, start, end, new_start, new_end in group:
-            if kind == "equal":
-                shown += [f" {line}" for line in after[new_start:new_end]]
-            else:
-                shown += [f"-{line}" for line in before[start:end]]
-                shown += [f"+{line}" for line in after[new_start:new_end]]
+            equal = kind == "equal"
+            shown += [] if equal else [f"-{line}" for line in before[start:end]]
+            shown += [f"{' ' if equal else '+'}{line}" for line in after[new_start:new_end]]
     return Listing("\n".join(shown), "diff")
 
 
 def generated(kernel: Callable[..., Any], targets: Sequence[str], **sizes: int) -> dict[str, LoweredKernel]:
-    """What a kernel of a notebook becomes for some targets.
+    """What a kernel of a notebook becomes, by target. Raises BackendError if TileLang cannot lower it.
 
     Args:
         kernel: a function decorated with ``@tilelang.jit`` with one launch, which uses no name from outside but
             ``tilelang`` and ``T``.
         targets: keys of :data:`moe_lab.model.lowering.TARGETS`.
         **sizes: its arguments.
-
-    Raises:
-        BackendError: if TileLang cannot lower it.
     """
     function = getattr(kernel, "func", kernel)
     text = (
@@ -193,34 +144,29 @@ def generated(kernel: Callable[..., Any], targets: Sequence[str], **sizes: int) 
         f"def {ENTRY_POINT}(*tensors):\n    {function.__name__}(**{sizes!r})\n"
     )
     submission = Submission(text, function.__name__)
-    found = {}
-    for target, result in zip(
-        targets, lower_many([Lowering(submission, CASES[1], target) for target in targets]), strict=True
-    ):
+    jobs, found = [Lowering(submission, CASES[1], target) for target in targets], {}
+    for target, result in zip(targets, lower_many(jobs), strict=True):
         if isinstance(result, BackendError):
             raise result
         found[target] = result[0]
     return found
 
 
-def elide(code: str, limit: int = 20) -> str:
-    """Generated code with long index arithmetic cut to "…" and casts left out, so that what is done can be read.
+def elide(code: str) -> str:
+    """Generated code with index arithmetic of over 20 characters cut to "…" and casts left out, to see what is done.
 
-    Args:
-        code: C, CUDA or HIP source.
-        limit: brackets with at most this many characters stay.
-
-    >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];", limit=10)
+    >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];")
     'x[…] = y[(i * 4)];'
     """
-    text = "\n".join(_elide_line(_CASTS.sub("", line), limit) for line in code.splitlines())
+    text = re.sub(r"reinterpret_cast<[^<>]*>", "", code)
+    text = "\n".join(map(_elide_line, text.splitlines()))
     # Sums of cut terms are one cut term.
     while (shorter := text.replace("(…) + (…)", "(…)").replace("((…))", "(…)")) != text:
         text = shorter
     return text.replace("tl::DataType::kFloat", "fp")
 
 
-def _elide_line(line: str, limit: int) -> str:
+def _elide_line(line: str) -> str:
     """Every outermost pair of brackets that holds nothing but long arithmetic is emptied."""
     pairs, opened = {}, []
     for place, sign in enumerate(line):
@@ -230,20 +176,16 @@ def _elide_line(line: str, limit: int) -> str:
             pairs[opened.pop()] = place
     shown, done = "", 0
     for start, end in sorted(pairs.items()):
-        if start >= done and end - start - 1 > limit and _ARITHMETIC.fullmatch(line, start + 1, end):
+        if start >= done and end - start > 21 and _ARITHMETIC.fullmatch(line, start + 1, end):
             shown, done = shown + line[done : start + 1] + "…", end
     return shown + line[done:]
 
 
 @dataclass(frozen=True, repr=False)
 class SideBySide:
-    """Columns of source, for comparing what one kernel became for several targets.
+    """Columns of source, for comparing what one kernel became for several targets."""
 
-    Attributes:
-        columns: text by heading.
-    """
-
-    columns: Mapping[str, str]
+    columns: Mapping[str, str]  #: text by heading
 
     def __str__(self) -> str:
         """The columns one below the other."""
