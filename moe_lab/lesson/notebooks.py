@@ -1,15 +1,6 @@
-"""Run the notebooks from the first cell, and keep the committed ones reviewable.
+"""Run the notebooks from the first cell, and keep the committed ones reviewable (make notebooks; see ``--help``).
 
-    python -m moe_lab.lesson.notebooks              execute all, write them back normalised (make notebooks)
-    python -m moe_lab.lesson.notebooks update 02    the same for the named ones
-    python -m moe_lab.lesson.notebooks run 02       execute only; the file stays as it is
-
-``run`` without a name is the one command that shows that the whole series works on this machine, GPU or not.
-
-The .ipynb is the source: edit it in JupyterLab, then run ``update`` on it. notebooks/exercises/README.md says how the
-series is written, and a test holds each notebook to it. An exercise stands in a file of ``notebooks/exercises/``. Here
-it is one Markdown cell with the tag ``task:KEY``, which ``update`` fills in; it puts gap and solution below.
-"""
+The .ipynb is the source; notebooks/exercises/README.md says how the series is written."""
 
 from __future__ import annotations
 
@@ -35,9 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
-
-#: One cell may take this long; the judge compiles and runs a whole submission in one.
-CELL_TIMEOUT_S = 300
+CELL_TIMEOUT_S = 300  #: the judge compiles and runs a whole submission in one cell
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _METADATA = {
@@ -48,13 +37,9 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
 def find(names: Sequence[str] = ()) -> list[Path]:
-    """Paths of the notebooks, in order.
+    """Paths of the notebooks in order: of all, or of each that is named by path, stem or the beginning of it ("02").
 
-    Args:
-        names: each the path of a notebook, its stem or the beginning of it ("02"); none means all.
-
-    Raises:
-        NotebookError: for a name that fits no notebook.
+    Raises NotebookError for a name that fits no notebook.
     """
     everything = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
     found = [] if names else everything
@@ -67,16 +52,10 @@ def find(names: Sequence[str] = ()) -> list[Path]:
 
 
 def read(path: Path) -> NotebookNode:
-    """Read one notebook.
-
-    Raises:
-        NotebookError: if it is missing or no notebook.
-    """
+    """Read one notebook. Raises NotebookError if it is none."""
     try:
         notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))
         nbformat.validate(notebook)
-    except FileNotFoundError:
-        raise NotebookError(f"got no file {path}, expected a notebook") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, nbformat.ValidationError):
         raise NotebookError(f"{path} is no notebook of format 4, usually because a save broke off") from None
     return notebook
@@ -88,16 +67,14 @@ def to_bytes(notebook: NotebookNode) -> bytes:
 
 
 def execute(notebook: NotebookNode, name: str) -> NotebookNode:
-    """Run a copy of a notebook from the first cell, in ``notebooks/``, with a progress bar on stderr.
+    """Run a notebook in place from the first cell, in ``notebooks/``, with a progress bar on stderr, and return it.
 
-    Raises:
-        NotebookError: with the cell and its error, at the first one that raises or takes longer than CELL_TIMEOUT_S.
+    Raises NotebookError with the cell and its error, at the first that raises or takes longer than CELL_TIMEOUT_S.
     """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from tqdm import tqdm
 
-    notebook = copy.deepcopy(notebook)
     os.environ["MOE_LAB_OWN_KERNEL"] = ""  # what is committed is the series, whatever its reader has written
     client = NotebookClient(
         notebook, kernel_name="python3", timeout=CELL_TIMEOUT_S, record_timing=False,
@@ -122,22 +99,16 @@ def execute(notebook: NotebookNode, name: str) -> NotebookNode:
 def update(path: Path) -> None:
     """Fill in the exercises, execute, normalise and write back one notebook.
 
-    Raises:
-        NotebookError: if a cell fails, or an exercise holds an answer; the file is unchanged.
+    If a cell fails or an exercise holds an answer, NotebookError is raised and the file stays as it is.
     """
     notebook = fill_exercises(read(path), path.stem)
     write_atomic(path, to_bytes(without_processor(normalise(execute(notebook, path.stem)))))
 
 
 def fill_exercises(notebook: NotebookNode, name: str) -> NotebookNode:
-    """A copy with the three cells of every exercise written: task, gap, and hints with the solution.
+    """A copy with the cells of every exercise written where a cell is tagged ``task:KEY``: task, gap, hints, solution.
 
-    Args:
-        notebook: a notebook with a cell tagged ``task:KEY`` for each of its exercises.
-        name: its stem.
-
-    Raises:
-        NotebookError: for a key that is no exercise of this notebook, or an answer that would be lost.
+    ``name`` is the notebook's stem. Raises NotebookError for an unknown exercise or an answer that would be lost.
     """
     cells: list[NotebookNode] = []
     own = {exercise.key: _cells(exercise, number) for number, exercise in enumerate(of_notebook(name), start=1)}
@@ -154,10 +125,7 @@ def fill_exercises(notebook: NotebookNode, name: str) -> NotebookNode:
 
 
 def _cells(exercise: Exercise, number: int) -> list[NotebookNode]:
-    """The cells of an exercise: its task, the gap with the check, hints and solution.
-
-    The folds are HTML without blank lines: Markdown inside ``<details>`` falls out of the fold in nbconvert.
-    """
+    """Task, gap with check, and folds of HTML without blank lines: nbconvert drops Markdown out of ``<details>``."""
     code = re.sub("^$", "<!-- -->", html.escape(exercise.solution, quote=False), flags=re.MULTILINE)
     folds = {f"Hint {hint}": f"<p>{_inline_html(text)}</p>" for hint, text in enumerate(exercise.hints, start=1)}
     folds["Solution"] = f"<pre><code>{code}</code></pre><p>{_inline_html(exercise.lesson)}</p>"
@@ -175,7 +143,7 @@ def _cells(exercise: Exercise, number: int) -> list[NotebookNode]:
 
 
 def _inline_html(text: str) -> str:
-    """Markdown's code spans and emphasis, as HTML."""
+    """Code spans and emphasis of Markdown."""
     pieces = html.escape(text, quote=False).split("`")
     pieces[::2] = [re.sub(r"\*(?!\s)([^*]+)(?<!\s)\*", r"<em>\1</em>", piece) for piece in pieces[::2]]
     pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
@@ -195,16 +163,13 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     this checkout and memory addresses are cut out of the outputs' text. A cell keeps the id that Jupyter gave it.
     """
     clean = copy.deepcopy(notebook)
-    clean.metadata = nbformat.from_dict(_METADATA)
-    clean.nbformat, clean.nbformat_minor = 4, 5
+    clean.update(metadata=nbformat.from_dict(_METADATA), nbformat=4, nbformat_minor=5)
     for cell in clean.cells:
         kept = {key: value for key, value in cell.metadata.items() if key in ("tags", "jupyter")}
-        cell.metadata = nbformat.from_dict(kept)
-        cell.source = cell.source.rstrip()
+        cell.update(metadata=nbformat.from_dict(kept), source=cell.source.rstrip())
         cell.pop("attachments", None)
     for count, cell in enumerate(code_cells(clean), start=1):
-        cell.execution_count = count
-        cell.outputs = _joined(cell.outputs)
+        cell.update(execution_count=count, outputs=_joined(cell.outputs))
         for output in cell.outputs:
             if output.output_type == "execute_result":
                 output.execution_count = count
@@ -250,9 +215,10 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; see the top of this file. Returns 0, or 2 with one sentence on stderr."""
+    """Command line; ``run`` shows that the series works on this machine. Returns 0, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m moe_lab.lesson.notebooks", description="Execute the notebooks.")
-    parser.add_argument("action", nargs="?", choices=("update", "run"), default="update")
+    help = "update: write them back normalised, with their exercises filled in; run: leave the files as they are"
+    parser.add_argument("action", nargs="?", choices=("update", "run"), default="update", help=help)
     parser.add_argument("names", nargs="*", help="notebooks, such as 02; all if none is named")
     chosen = parser.parse_args(arguments)
     try:

@@ -1,7 +1,6 @@
-"""The parts of README.md that are made and not written: between markers, from data and from the notebooks.
+"""The parts of README.md that are made from data and notebooks, between markers.
 
-python -m moe_lab.lesson.readme      write them anew (part of make notebooks)
-"""
+``python -m moe_lab.lesson.readme`` writes them anew (part of make notebooks)."""
 
 from __future__ import annotations
 
@@ -19,11 +18,7 @@ README = ROOT / "README.md"
 
 
 def verdict() -> str:
-    """The verdict on the final cell, as the committed notebook shows it, up to the open questions.
-
-    Raises:
-        DataError: if the notebook is not executed.
-    """
+    """The verdict on the final cell, as the committed notebook shows it, up to the open questions."""
     cells = json.loads((ROOT / "notebooks" / "08_your_submission.ipynb").read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells if TAG in cell["metadata"].get("tags", []) for output in cell["outputs"]]
     texts = ["".join(output.get("data", {}).get("text/plain", "")) for output in outputs]
@@ -35,33 +30,31 @@ def verdict() -> str:
 
 
 def speed() -> str:
-    """The runs that stand for the ladder: a table of every step and peer, then the summary's lines.
-
-    Raises:
-        DataError: if no such run is recorded.
-    """
+    """The runs that stand for the ladder: a table of every step and peer, then the summary's lines."""
     rows = bench.summary_rows()
     first, cases = rows[0], sorted({row.case for row in rows})
-    steps = {row.name for row in rows if row.kind == "step"}
-    times = {(row.name, row.case): row.median_ms for row in rows if row.kind != "roof"}
-    names = sorted({name for name, _ in times}, key=lambda name: times.get((name, cases[-1]), float("inf")))
-    bounds = [bench.bound_ms([row for row in rows if row.case == case]) for case in cases]
     versions = dict(item.split("=", 1) for item in first.versions.split())
-    stack = ", ".join(f"{name} {versions[name]}" for name in ("torch", "tilelang") if name in versions)
     state = {
         "cold": "weights cold in L2",
         "dirty": "weights cold in L2, which was full of written lines that had to go to memory first",
     }[first.cache]
-    table = [["", *cases], ["---", *["---:"] * len(cases)]]
-    for name in names:
-        shown = [f"{times[name, case]:.3f}" if (name, case) in times else "-" for case in cases]
-        table.append([f"`{name}`" if name in steps else name, *shown])
-    bound = "*bound: max of useful FLOPs and compulsory bytes at the roofs of that run*"
-    table.append([bound, *(f"*{time_ms:.3f}*" for time_ms in bounds)])
+    times = {
+        (f"`{row.name}`" if row.kind == "step" else row.name, row.case): row.median_ms
+        for row in rows if row.kind != "roof"
+    }  # fmt: skip
+    names = sorted({name for name, _ in times}, key=lambda name: times.get((name, cases[-1]), float("inf")))
+    bounds = [f"*{bench.bound_ms([row for row in rows if row.case == case]):.3f}*" for case in cases]
+    table = [
+        ["", *cases],
+        ["---", *["---:"] * len(cases)],
+        *([name, *(f"{times[name, case]:.3f}" if (name, case) in times else "-" for case in cases)] for name in names),
+        ["*bound: max of useful FLOPs and compulsory bytes at the roofs of that run*", *bounds],
+    ]
+    stack = f"torch {versions['torch']}, tilelang {versions['tilelang']}, driver {first.driver}"
     said = [
         f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with {state}, "
-        f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {stack}, "
-        f"driver {first.driver}). Steps compute in fp16, peers in the dtype they name.",
+        f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {stack}). "
+        "Steps compute in fp16, peers in the dtype they name.",
         "",
         *(f"| {' | '.join(cells)} |" for cells in table),
         "",
@@ -75,11 +68,7 @@ PARTS = {"verdict": verdict, "speed": speed}
 
 
 def rendered(text: str) -> str:
-    """README text with every marked part made anew.
-
-    Raises:
-        DataError: for a marker that is missing, or a part that cannot be made.
-    """
+    """README text with every marked part made anew. Raises DataError for one without markers or that cannot be made."""
     for name, make in PARTS.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         before, *rest = re.split(f"{begin}|{end}", text)
