@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from moe_lab.problem.submission import Submission
 #: No public TileLang lowers for the C500. This target multiplies buffers by pipeline stages as the C500's compiler was
 #: reported to, and does no warp specialisation.
 _STAND_IN = "sm_80"
+#: A relative of the C500. What neither of the two lowers, no C500 is expected to run.
+_RELATIVE = "gfx90a"
 _TIMEOUT_S = 120.0
 _SAID_CHARS = 240
 
@@ -32,6 +36,8 @@ class FitResult:
     unknown: tuple[str, ...] = ()  # what could not be told and why, one clause each
     messages: tuple[str, ...] = ()  # what the compiler said about that, in full and each once
     rulings: tuple[tuple[str, str], ...] = ()  # rules that the kernels break, by id, and what was found
+    refused: str = ""  # what TileLang's compiler says against it, if a stand-in cannot have it
+    hopeless: bool = False  # neither stand-in can
 
 
 def c500_fit(submission: Submission) -> FitResult:
@@ -65,6 +71,8 @@ def c500_fit(submission: Submission) -> FitResult:
         for number, (kernel, _) in launches:
             for reason in _reasons(kernel):
                 problems[f"launch {number}: {reason}"] += names
+    refused = next((each for each in answers if isinstance(each, LoweringError) and each.refused), None)
+    words, hopeless = _refusal(submission, asked[answers.index(refused)].case, refused) if refused else ("", False)
     unknown += [f"resources on a C500 ({', '.join(names)}), because {text}" for text, names in reasons.items()]
     return FitResult(
         tuple(f"{', '.join(names)}: {text} (lowered for {_STAND_IN}, a stand-in)" for text, names in lines.items()),
@@ -72,7 +80,25 @@ def c500_fit(submission: Submission) -> FitResult:
         tuple(unknown),
         tuple(messages),
         ruled,
+        words,
+        hopeless,
     )
+
+
+def _refusal(submission: Submission, case: Case, error: LoweringError) -> tuple[str, bool]:
+    """The words for what one stand-in cannot have, and whether the other cannot have it either."""
+    (other,) = lower_many([Lowering(submission, case, _RELATIVE)], timeout_s=_TIMEOUT_S)
+    hopeless = isinstance(other, LoweringError) and other.refused
+    which = f"neither for {_STAND_IN} nor for {_RELATIVE}" if hopeless else f"not for {_STAND_IN}, but for {_RELATIVE}"
+    gemms = [
+        str(node.lineno)
+        for node in ast.walk(submission.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(".gemm")
+        and re.search("gemm|warp", error.said)
+    ]
+    where = f" (T.gemm in line {', '.join(gemms)})" if gemms else ""
+    return f"TileLang can compile it {which}, the stand-ins for the C500{where}: {error.said}", hopeless
 
 
 def _alike(submission: Submission) -> list[tuple[list[Case], list[int | None]]]:

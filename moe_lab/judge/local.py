@@ -74,12 +74,13 @@ def judge(
     )  # fmt: skip
     start = time.monotonic()
     try:
-        _Run(report, say, _read(submission, report), plan).judge()
+        run = _Run(report, say, _read(submission, report), plan)
+        run.judge()
         calls = sum(case.calls for case in report.cases)
         report.verdict = Verdict.ACCEPTED
         report.sentence = (
             f"right on every row of {calls} calls in {len(report.cases)} cases, under the contest's tolerance and the "
-            f"strict bound, on {report.device}"
+            f"strict bound, on {report.device}{run.caution}"
         )
     except Stopped as stop:
         report.verdict, report.sentence = stop.verdict, stop.sentence
@@ -139,6 +140,7 @@ class _Run:
         self._plan = plan or default_plan(report.seed, self._device)
         self._beside = ThreadPoolExecutor(1)
         self._fit: Future[FitResult] | None = None
+        self.caution = ""  # what an accepted file's author should know first
 
     def judge(self) -> None:
         """Rules, calls and what the kernels need, then what never changes the verdict."""
@@ -165,6 +167,8 @@ class _Run:
                 report.score = score([row.median_ms for row in report.timing]).points
             else:
                 report.not_measured.append("contest score (only from times on a C500)")
+            if variants:
+                self._say(f"accepted so far{self.caution}; now the open questions, which do not change the verdict")
             self._try_variants(variants)
 
     def _find(self, findings: Iterable[FindingReport]) -> None:
@@ -207,10 +211,10 @@ class _Run:
                     problem = problem or found
                     if problem and plan.stop_at_first:
                         break
-        except Stopped:
+        except Stopped as stop:
             # A wrong answer that came first is more telling than what ended the process later.
             if problem is None:
-                raise
+                raise self._not_here(stop) from None
         finally:
             report.log = session.worker.log
             report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
@@ -231,6 +235,19 @@ class _Run:
                 "none: a submission computes in run_kernel and nowhere else",
             )
 
+    def _not_here(self, stop: Stopped) -> Stopped:
+        """What stopped a run on a CPU that a GPU might take: the file's fault only if a stand-in refuses it as well."""
+        if stop.verdict is not Verdict.COMPILE_ERROR or self._device != "cpu" or not self._plan.fit:
+            return stop
+        self._say("lowering the contest's cases")
+        if not c500_fit(self._submission).lines:
+            return stop
+        said = stop.sentence.replace("TileLang could not compile the kernel: ", "")
+        why = (
+            "it cannot be judged on a machine with no GPU; that says nothing about the file, which TileLang can compile"
+        )
+        return Stopped(Verdict.JUDGE_ERROR, f"{why} for a GPU: {said}")
+
     def _check_fit(self) -> None:
         self._say("lowering the contest's cases")
         fit, report = self._fit.result() if self._fit else c500_fit(self._submission), self._report
@@ -242,6 +259,10 @@ class _Run:
         for rule_id, what in fit.rulings:
             if rule_id not in said:
                 self._find_ruling(rule_id, what)
+        if fit.refused and report.profile == "contest":
+            if fit.hopeless:
+                raise Stopped(Verdict.COMPILE_ERROR, fit.refused)
+            self.caution = f". But {fit.refused}"
         if fit.problems and report.profile == "contest":
             raise Stopped(Verdict.RESOURCE_ERROR, f"does not fit a C500: {'; '.join(fit.problems)}")
         report.fit += [f"does not fit: {problem}" for problem in fit.problems]

@@ -40,6 +40,16 @@ _OLDEST = (0, 1, 15)  # the first TileLang whose C backend this module was writt
 _FACADES = ("tilelang.language", "tilelang.language.common", "tilelang.cuda.language", "tilelang.rocm.language")
 
 
+# Functions that the C backend has for fp32 only.
+_NARROW = {
+    "exp", "exp2", "log", "log2", "log10", "sigmoid", "tanh", "sqrt", "rsqrt", "erf", "floor", "ceil", "round", "trunc",
+    "sin", "cos", "tan", "pow",
+}  # fmt: skip
+
+
+_REDUCTIONS = ("sum", "max", "min", "abssum", "absmax")
+
+
 class CPUMeaningWarning(UserWarning):
     """Something of a kernel was dropped because it means nothing on a CPU."""
 
@@ -67,9 +77,15 @@ class Refused:
 
 
 @functools.cache
+def _table() -> dict[str, Any]:
+    """``data/cpu_names.json``."""
+    return json.loads((data_dir() / "cpu_names.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
 def _names() -> tuple[dict[re.Pattern[str], str], list[str]]:
-    """``data/cpu_names.json``: what does the job of names without a CPU meaning, and hints without an effect."""
-    table = json.loads((data_dir() / "cpu_names.json").read_text(encoding="utf-8"))
+    """What does the job of names without a CPU meaning, and hints without an effect."""
+    table = _table()
     return {re.compile("|".join(row["names"])): row["instead"] for row in table["refused"]}, table["nothing"]
 
 
@@ -135,6 +151,8 @@ def apply() -> None:
     for facade in facades:
         for name in [name for name in dir(facade) if _instead(name)]:
             setattr(facade, name, _refuse(name))
+        for name in _NARROW & vars(facade).keys():
+            setattr(facade, name, _in_float32(facades[0], getattr(facade, name)))
         facade.__dict__["__getattr__"] = functools.partial(_unknown_name, facade)
     tilelang.autotune = _refuse("autotune", "tilelang")
     accept_other_builds(lambda module, name: _refuse(name, module))
@@ -163,8 +181,38 @@ def _meanings(T: types.ModuleType) -> dict[int, object]:  # noqa: N803
         for original in [vars(facade)[name] for facade in (T, common) if name in vars(facade)]:
             # A plain TIR function keeps its own module: TVM's passes call those too.
             if original is not getattr(tirx, name, None) or name in ("abs", "fabs", "exp10"):
-                new[id(original)] = function
+                new[id(original)] = _as_declared(name, getattr(T, name, original), function)
     return new
+
+
+def _as_declared(name: str, original: Any, function: Any) -> Any:
+    """``function`` for the arguments that TileLang's own ``original`` takes: a misspelt keyword is an error."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [keyword for keyword in kwargs if keyword not in signature.parameters]
+            near = difflib.get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
+            raise TypeError(f"T.{name}() {error}" + "".join(f"; did you mean {each}?" for each in near)) from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _in_float32(T: types.ModuleType, function: Any) -> Any:  # noqa: N803
+    """``function``, for the 16-bit types in fp32 and rounded once, as a GPU's library computes it."""
+
+    @functools.wraps(function)
+    def wide(x: Any, *others: Any, **more: Any) -> Any:
+        if str(getattr(x, "dtype", "")) not in ("float16", "bfloat16"):
+            return function(x, *others, **more)
+        given = [T.cast(each, "float32") for each in (x, *others)]
+        return T.cast(function(*given, **more), x.dtype)
+
+    return wide
 
 
 def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:  # noqa: N803
@@ -174,10 +222,8 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
 
     def gemm(
         A: Any, B: Any, C: Any, transpose_A: Any = False, transpose_B: Any = False, policy: Any = None,  # noqa: N803
-        clear_accum: Any = False, k_pack: int = 1, *hints: Any, **more: Any,
+        clear_accum: Any = False, *hints: Any, **more: Any,
     ) -> Any:  # fmt: skip
-        if k_pack != 1:
-            _say("T.gemm(k_pack=...) is dropped on a CPU: it packs the operands of a matrix instruction")
         return common_gemm(A, B, C, transpose_A=transpose_A, transpose_B=transpose_B, clear_accum=clear_accum)
 
     @functools.wraps(launch)
@@ -190,8 +236,24 @@ def _structure(T: types.ModuleType, common: types.ModuleType) -> dict[str, Any]:
         if order not in ("row", "column", "mlx"):
             raise ValueError(f"got T.use_swizzle(order={order!r}), expected 'row' or 'column'")
 
+    def reduce(function: Any) -> Any:
+        @functools.wraps(function)
+        def between_types(buffer: Any, out: Any, dim: int = -1, clear: bool = True, **hints: Any) -> None:
+            if buffer.dtype == out.dtype:
+                return function(buffer, out, dim, clear)
+            dtype = max(buffer.dtype, out.dtype, key=lambda each: (each.bits, "float" in str(each)))
+            wide, total = alloc_local(buffer.shape, dtype), alloc_local(out.shape, dtype)
+            T.evaluate(common_copy(buffer, wide))
+            if not clear:
+                T.evaluate(common_copy(out, total))
+            function(wide, total, dim, clear)
+            return common_copy(total, out)
+
+        return between_types
+
     return {
         "gemm": gemm, "Kernel": kernel, "use_swizzle": use_swizzle,
+        **{f"reduce_{kind}": reduce(getattr(common, f"reduce_{kind}")) for kind in _REDUCTIONS},
         **dict.fromkeys(("alloc_shared", "alloc_fragment"), lambda shape, dtype, scope="": alloc_local(shape, dtype)),
         "Parallel": lambda *extents, **hints: serial(extents[0]) if len(extents) == 1 else grid(*extents),
         "Pipelined": lambda start, stop=None, *hints, **more: serial(start, stop),
@@ -250,14 +312,38 @@ class _OtherBuilds(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return (lambda *args, **kwargs: None) if name.endswith("layout") else self._refuse(module, name)
 
 
+def other_arguments() -> dict[str, list[str]]:
+    """The arguments that only other builds of TileLang take, by function: ``{"gemm": ["k_pack", "wg_wait"]}``."""
+    return {name: list(arguments) for name, arguments in _table()["other_builds"].items()}
+
+
+def _without_others(name: str, original: Any, others: list[str]) -> Any:
+    known = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for argument in [each for each in kwargs if each in others and each not in known]:
+            _say(f"T.{name}({argument}=...) is left out: this TileLang does not know it")
+            del kwargs[argument]
+        return original(*args, **kwargs)
+
+    return call
+
+
 def accept_other_builds(refuse: Callable[[str, str], Refused]) -> None:
     """Let files for other builds of TileLang be read, which name what this one does not have.
 
     ``tilelang.maca`` (a MetaX build) and ``tilelang.intrinsics`` (older builds) can be imported; ``refuse(module,
-    name)`` says what a name of theirs is. An unknown ``tilelang.PassConfigKey.X`` is a text instead of an error.
+    name)`` says what a name of theirs is. An unknown ``tilelang.PassConfigKey.X`` is a text instead of an error, and
+    arguments of other builds (``data/cpu_names.json``) are left out.
     """
     import tilelang
+    import tilelang.language as T
 
+    new = {
+        id(getattr(T, name)): _without_others(name, getattr(T, name), more) for name, more in other_arguments().items()
+    }
+    _replace_everywhere(new)
     sys.meta_path.append(_OtherBuilds(refuse))
     keys: Any = tilelang.PassConfigKey
     kind: Any = type(keys)

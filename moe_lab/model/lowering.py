@@ -58,6 +58,8 @@ class LoweringError(BackendError):
         refused = ((re.search(row["pattern"], said), row["words"]) for row in rows if target not in row["has"])
         #: What it uses and TileLang does not have for the target, in words; None if that is not the reason.
         self.feature: str | None = next((found.expand(words) for found, words in refused if found), None)
+        #: Whether the compiler looked at the kernel and said no.
+        self.refused = not self.feature and said.startswith("InternalError")
         known = f"{name} uses {self.feature}, which TileLang does not have for {target}"
         super().__init__(known if self.feature else f"{name} for {target}: {said}")
 

@@ -25,6 +25,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch, *answers: list[LoweredKernel] | str
     """The fit of a file whose three cases get these answers, a text being what the compiler said."""
 
     def lower_many(asked: Sequence[Lowering], **options: Any) -> list[Any]:
+        if [item.target for item in asked] == ["gfx90a"]:
+            return [[kernel(1)]]
         assert [item.case.name for item in asked] == ["case 1", "case 2", "case 3"]
         if isinstance(answers[0], BackendError):
             raise answers[0]
@@ -111,3 +113,44 @@ def test_what_does_not_fit_is_said_once_for_equal_cases(monkeypatch: pytest.Monk
 def test_a_compiler_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lowered(monkeypatch, BackendError("got no answer in 120 s for 3 lowerings"))
     assert found.unknown == ("resources on a C500: got no answer in 120 s for 3 lowerings",)
+
+
+def narrow(columns: int) -> Submission:
+    return step("s0").with_literals(STAGE1_BLOCK_N=columns)
+
+
+def test_what_neither_stand_in_can_have_is_refused_and_a_vendors_argument_is_not() -> None:
+    found = c500_fit(narrow(7))
+    assert found.hopeless
+    assert not found.lines
+    assert "neither for sm_80 nor for gfx90a" in found.refused
+    assert "got 7" in found.refused
+    lines = step("s0").source.splitlines()
+    gemms = [number for number, line in enumerate(lines, 1) if "T.gemm(" in line]
+    assert f"(T.gemm in line {', '.join(map(str, gemms))})" in found.refused
+    packed = Submission(
+        step("s0").source.replace("gate_acc, transpose_B=True)", "gate_acc, transpose_B=True, k_pack=2)")
+    )
+    found = c500_fit(packed)
+    assert not found.refused
+    assert not found.unknown
+    assert len(found.lines) == 1
+
+
+def test_a_hopeless_file_is_no_accepted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan((Group("uneven groups", 256, 256, (Call((3, 129, 0), 1),)),), variants=False)
+    for hopeless, verdict in ((True, "compile_error"), (False, "accepted")):
+        said = fit.FitResult(refused="TileLang says no", hopeless=hopeless)
+        monkeypatch.setattr("moe_lab.judge.local.c500_fit", lambda submission, said=said: said)
+        report = judge(step("s0"), seed=1, plan=plan)
+        assert report.verdict == verdict
+        assert "TileLang says no" in report.sentence
+
+
+def test_what_only_the_cpu_cannot_compile_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan((Group("uneven groups", 256, 256, (Call((3, 129, 0), 1),)),), variants=False)
+    wrong = Submission(step("s0").source.replace("T.clear(gate_acc)", "T.clear(gate_acc, 1)"), "wrong.py")
+    for lines, verdict in (((), "compile_error"), (("fits",), "judge_error")):
+        monkeypatch.setattr("moe_lab.judge.local.c500_fit", lambda submission, lines=lines: fit.FitResult(lines=lines))
+        report = judge(wrong, seed=1, plan=plan)
+        assert report.verdict == verdict, report.sentence

@@ -117,7 +117,7 @@ STYLES = {
                     for k in T.serial(5):
                         T.copy(A[0, k * 16], a)
                         T.sync_threads()
-                        T.copy(B[0, k * 16], b, coalesced_width=4, vendor_hint=True)
+                        T.copy(B[0, k * 16], b, coalesced_width=4)
                         T.gemm(a, b, c, transpose_B=True, clear_accum=k == 0, k_pack=2)
                         T.sync_threads()
                     T.copy(c, C)
@@ -539,3 +539,95 @@ def test_doctor_checks_the_environment_of_a_metax_machine(monkeypatch: pytest.Mo
 def test_the_readme_shows_the_exports_of_a_metax_machine() -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
     assert f"```bash\n{backend.maca_exports()}\n```" in readme.read_text(encoding="utf-8")
+
+
+# --- what a GPU's library does in fp32, and arguments ----------------------------------------------------------------
+
+UNARY = ("exp", "exp2", "sigmoid", "tanh", "sqrt", "rsqrt", "log", "log2", "erf", "floor", "ceil", "sin", "cos")
+
+
+@cpu_only
+@pytest.mark.parametrize("name", [*UNARY, "pow"])
+def test_a_function_of_fp16_is_computed_in_fp32_and_rounded_once(name: str, tmp_path: Path) -> None:
+    call = "T.pow(x[i], 2)" if name == "pow" else f"T.{name}(x[i])"
+    module = load(tmp_path, f"""
+        @tilelang.jit
+        def build(N):
+            @T.prim_func
+            def kernel(a: T.Tensor((N,), "float16"), c: T.Tensor((N,), "float16")):
+                with T.Kernel(1, threads=128):
+                    x = T.alloc_fragment((N,), "float16")
+                    T.copy(a, x)
+                    for i in T.Parallel(N):
+                        x[i] = {call}
+                    T.copy(x, c)
+
+            return kernel
+    """)  # fmt: skip
+    a = torch.rand(50, generator=torch.Generator().manual_seed(1)).half() + 0.3
+    module.build(50)(a, c := torch.empty_like(a))
+    wanted = a.float() ** 2 if name == "pow" else getattr(torch, name)(a.float())
+    torch.testing.assert_close(c, wanted.half(), rtol=1e-3, atol=2e-4)
+
+
+@cpu_only
+@pytest.mark.parametrize("kind", ["sum", "max", "min", "abssum", "absmax"])
+@pytest.mark.parametrize(("given", "out"), [("float16", "float32"), ("int32", "float32"), ("float32", "float16")])
+def test_a_reduction_may_change_the_type(kind: str, given: str, out: str, tmp_path: Path) -> None:
+    module = load(tmp_path, f"""
+        @tilelang.jit
+        def build(M, N):
+            @T.prim_func
+            def kernel(a: T.Tensor((M, N), "{given}"), c: T.Tensor((M,), "{out}")):
+                with T.Kernel(1, threads=128):
+                    x = T.alloc_fragment((M, N), "{given}")
+                    total = T.alloc_fragment((M,), "{out}")
+                    T.copy(a, x)
+                    T.reduce_{kind}(x, total, dim=1)
+                    T.copy(total, c)
+
+            return kernel
+    """)  # fmt: skip
+    a = (10 * torch.randn(9, 14, generator=torch.Generator().manual_seed(2))).to(getattr(torch, given))
+    module.build(9, 14)(a, c := torch.empty(9, dtype=getattr(torch, out)))
+    x = a.float().abs() if kind.startswith("abs") else a.float()
+    wanted = x.sum(1) if kind.endswith("sum") else x.amax(1) if kind.endswith("max") else x.amin(1)
+    torch.testing.assert_close(c.float(), wanted, rtol=1e-3, atol=1e-3)
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            "T.copy(a, x, coalesced_widht=4)",
+            "T.copy.. got an unexpected .*'coalesced_widht'; did you mean coalesced_width",
+        ),
+        ("T.gemm(a, a, x, transposeB=True)", "T.gemm.. .*'transposeB'; did you mean transpose_B"),
+        ("T.copy(a)", "T.copy.. missing a required argument: 'dst'"),
+        ("T.use_swizzle(4, ordre='row')", "T.use_swizzle.. .*did you mean order"),
+        ("T.gemm(x, x, total, transpose_B=True, k_pack=2, wg_wait=1)", None),
+        ("T.gemm(x, x, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)", None),
+        ("T.copy(a, x, coalesced_width=4)", None),
+    ],
+)
+def test_arguments_are_those_that_tilelang_takes(call: str, said: str | None, tmp_path: Path) -> None:
+    module = load(tmp_path, f"""
+        @tilelang.jit
+        def build(N):
+            @T.prim_func
+            def kernel(a: T.Tensor((N, N), "float16")):
+                with T.Kernel(1, threads=128):
+                    x = T.alloc_fragment((N, N), "float16")
+                    total = T.alloc_fragment((N, N), "float32")
+                    T.clear(x)
+                    T.clear(total)
+                    {call}
+
+            return kernel
+    """)  # fmt: skip
+    if said is None:
+        module.build(16)
+        return
+    with pytest.raises(TypeError, match=said):
+        module.build(16)
