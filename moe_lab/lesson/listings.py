@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import html
 import inspect
-import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -56,17 +55,17 @@ class Listing:
         return f"Lines {self.first_line} to {last}:\n\n```python\n{self.text}\n```"
 
     def _repr_html_(self) -> str | None:
-        found = f"<pre>{html.escape(self.text)}</pre>"
+        text, look = html.escape(self.text), ""
         if self.language == "diff":
-            shown = []
-            for sign, group in itertools.groupby(self.text.splitlines(), key=lambda line: line[:1]):
-                text = html.escape("\n".join(group))
-                shown.append(f'<span style="{_SHADES[sign]}">{text}</span>' if sign in _SHADES else text)
-            lines = "\n".join(shown)
-            found = f'<pre style="font-family:monospace;font-size:12px;line-height:1.35">{lines}</pre>'
+            look = ' style="font-family:monospace;font-size:12px;line-height:1.35"'
+            text = re.sub(r"^([-+@]).*(?:\n\1.*)*", _shaded, text, flags=re.MULTILINE)
         if self.summary:
-            return f"<details><summary>{html.escape(self.summary)}</summary>{found}</details>"
-        return found if self.language == "diff" else None
+            return f"<details><summary>{html.escape(self.summary)}</summary><pre{look}>{text}</pre></details>"
+        return f"<pre{look}>{text}</pre>" if look else None
+
+
+def _shaded(lines: re.Match[str]) -> str:
+    return f'<span style="{_SHADES[lines[1]]}">{lines[0]}</span>'
 
 
 def lines(submission: Submission, first: str, last: str, *, occurrence: int = 1) -> Listing:
@@ -109,13 +108,10 @@ def _find(text: list[str], name: str, sought: str, start: int = 0, occurrence: i
 def difference(old: Submission, new: Submission) -> Listing:
     """What changes from one submission to another; lines that only moved to the right or left count as equal.
 
-    >>> text = difference(Submission("a = 1\\nb = 2\\n"), Submission("if c:\\n    a = 1\\n    b = 3\\n"))
-    >>> print(text)
+    >>> print(difference(Submission("a = 1\\n"), Submission("if c:\\n    a = 1\\n")))
     @@ line 1 @@
     +if c:
          a = 1
-    -b = 2
-    +    b = 3
     """
     before, after = old.source.splitlines(), new.source.splitlines()
     matcher = difflib.SequenceMatcher(None, [line.strip() for line in before], [line.strip() for line in after], False)
@@ -130,13 +126,10 @@ def difference(old: Submission, new: Submission) -> Listing:
 
 
 def generated(kernel: Callable[..., Any], targets: Sequence[str], **sizes: int) -> dict[str, LoweredKernel]:
-    """What a kernel of a notebook becomes, by target. Raises BackendError if TileLang cannot lower it.
+    """What a kernel of a notebook becomes for keys of :data:`moe_lab.model.lowering.TARGETS`, or BackendError.
 
-    Args:
-        kernel: a function decorated with ``@tilelang.jit`` with one launch, which uses no name from outside but
-            ``tilelang`` and ``T``.
-        targets: keys of :data:`moe_lab.model.lowering.TARGETS`.
-        **sizes: its arguments.
+    The kernel is decorated with ``@tilelang.jit``, launches once, takes ``sizes``, and uses no name from outside but
+    ``tilelang`` and ``T``.
     """
     function = getattr(kernel, "func", kernel)
     text = (
@@ -186,10 +179,6 @@ class SideBySide:
     """Columns of source, for comparing what one kernel became for several targets."""
 
     columns: Mapping[str, str]  #: text by heading
-
-    def __str__(self) -> str:
-        """The columns one below the other."""
-        return "\n\n".join(f"{heading}\n{text}" for heading, text in self.columns.items())
 
     def __repr__(self) -> str:
         """The headings."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
+from markdown_it import MarkdownIt
 
 from moe_lab.lesson.exercises import Exercise, of_notebook
 from moe_lab.machine import backend
@@ -33,6 +34,7 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_MARKDOWN = MarkdownIt()
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
@@ -127,8 +129,9 @@ def fill_exercises(notebook: NotebookNode, name: str) -> NotebookNode:
 def _cells(exercise: Exercise, number: int) -> list[NotebookNode]:
     """Task, gap with check, and folds of HTML without blank lines: nbconvert drops Markdown out of ``<details>``."""
     code = re.sub("^$", "<!-- -->", html.escape(exercise.solution, quote=False), flags=re.MULTILINE)
-    folds = {f"Hint {hint}": f"<p>{_inline_html(text)}</p>" for hint, text in enumerate(exercise.hints, start=1)}
-    folds["Solution"] = f"<pre><code>{code}</code></pre><p>{_inline_html(exercise.lesson)}</p>"
+    texts = [_MARKDOWN.renderInline(text).replace("&quot;", '"') for text in (*exercise.hints, exercise.lesson)]
+    folds = {f"Hint {hint}": f"<p>{text}</p>" for hint, text in enumerate(texts[:-1], start=1)}
+    folds["Solution"] = f"<pre><code>{code}</code></pre><p>{texts[-1]}</p>"
     details = [f"<details><summary>{title}</summary>{text}</details>" for title, text in folds.items()]
     check = f'\n\n\ncheck("{exercise.key}", {exercise.answer})'
     markdown, python = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
@@ -140,14 +143,6 @@ def _cells(exercise: Exercise, number: int) -> list[NotebookNode]:
     for part, cell in cells.items():
         cell.update(id=f"{part}-{exercise.key}", metadata=nbformat.from_dict({"tags": [f"{part}:{exercise.key}"]}))
     return list(cells.values())
-
-
-def _inline_html(text: str) -> str:
-    """Code spans and emphasis of Markdown."""
-    pieces = html.escape(text, quote=False).split("`")
-    pieces[::2] = [re.sub(r"\*(?!\s)([^*]+)(?<!\s)\*", r"<em>\1</em>", piece) for piece in pieces[::2]]
-    pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
-    return "".join(pieces)
 
 
 def exercise_tag(cell: NotebookNode) -> tuple[str, str]:

@@ -115,13 +115,9 @@ def index_spaces(layout: GroupedLayout) -> Figure:
         _box(axes, row + 0.04, 0.0, 0.92, 0.6, colour, names[row], size)
         axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=colour, linewidth=1.5)
     middles = {expert: layout.padded_offsets[expert] + size / 2 for expert, size in enumerate(layout.sizes) if size}
-    # Numbers alone if the names of neighbours would touch.
-    apart = min((unit * (after - before) for before, after in itertools.pairwise(middles.values())), default=_PAGE)
-    whole = _fits(f"expert {layout.num_experts} ", 9, apart)
     for expert, middle in middles.items():
-        _text(axes, middle, -0.25, f"expert {expert}" if whole else str(expert))
-    sides = {1.9: "raw rows:\nroute weights", 0.3: "padded rows:\ntokens, out", -0.25: "" if whole else "expert:"}
-    for y, text in sides.items():
+        _text(axes, middle, -0.25, str(expert))
+    for y, text in {1.9: "raw rows:\nroute weights", 0.3: "padded rows:\ntokens, out", -0.25: "expert:"}.items():
         _beside(axes, 0, y, text, left=True)
     for start in range(0, rows + 1, layout.block):
         axes.plot((start, start), (-0.1, 0.7), color="black", linewidth=1.2)
@@ -132,10 +128,7 @@ def index_spaces(layout: GroupedLayout) -> Figure:
 def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> Figure:
     """One step of the K loop of ``c = a @ b.T``: two tiles are read, and all of c is updated.
 
-    Args:
-        rows, columns, depth: M, N and K.
-        block_k: columns of one tile of a or b; divides ``depth``.
-        step: which tile, in [0, depth / block_k); ContractError for any other.
+    ``rows``, ``columns`` and ``depth`` are M, N and K; ContractError for a step not in [0, depth / block_k).
     """
     steps = depth // block_k
     if not 0 <= step < steps:
@@ -154,11 +147,8 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
         _beside(axes, 0, y + height / 2, f"{name}\n{height} rows", left=True)
     filled = "" if named else f", filled: k = {step}"
     _text(axes, depth / 2, columns + gap / 2, f"K = {depth}, in {steps} steps of {block_k}{filled}")
-    text = f"c   {rows} x {columns}\nfp32 sums"
-    inside = _fits(text, 9, columns * unit, rows * unit)
-    _box(axes, left, bottom, columns, rows, GREEN, text if inside else "", 9)
-    if not inside:
-        _text(axes, left + columns / 2, bottom - 4 / unit, text, va="top")
+    _box(axes, left, bottom, columns, rows, GREEN)
+    _text(axes, left + columns / 2, bottom - 4 / unit, f"c   {rows} x {columns}\nfp32 sums", va="top")
     middle, arrow = bottom + rows / 2, {"arrowstyle": "->"}
     axes.annotate(
         "+=", (left - 6 / unit, middle), (depth + 10 / unit, middle), arrowprops=arrow, va="center", fontsize=11
@@ -168,26 +158,18 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
 
 
 def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_columns: int) -> Figure:
-    """Which wave computes which part of c (rows, columns), and which part of a's tile (rows, block_k) it needs for it.
-
-    The waves of the block stand in ``wave_rows`` rows and ``wave_columns`` columns over c.
-    """
+    """Which wave computes which part of c (rows, columns), and which part of a's tile (rows, block_k) it needs."""
     figure, (tile, result) = _blank(8, 3.2, 2)
     height, width = rows / wave_rows, columns / wave_columns
-    # A panel is half of 8 inches wide and, below its title, some 2.8 inches high.
-    unit, result_unit = (min(3.7 * 72 / across, 2.8 * 72 / rows) for across in (block_k, columns))
-    named = _fits(f"wave {wave_rows * wave_columns - 1}", 9, width * result_unit)
     for down in range(wave_rows):
         y, waves = rows - (down + 1) * height, range(down, wave_rows * wave_columns, wave_rows)
         for across, number in enumerate(waves):
-            _box(result, across * width, y, width, height, _colour(down), f"wave {number}" if named else str(number), 9)
-        text = f"in the registers\nof wave{'s' if wave_columns > 1 else ''} {', '.join(map(str, waves))}"
-        inside = _fits(text, 9, block_k * unit, height * unit)
-        _box(tile, 0, y, block_k, height, _colour(down), text if inside else "", 9)
-        if not inside:
-            _beside(tile, block_k, y + height / 2, textwrap.fill(text.replace("\n", " "), 34))
+            _box(result, across * width, y, width, height, _colour(down), str(number), 9)
+        _box(tile, 0, y, block_k, height, _colour(down))
+        text = f"in the registers\nof wave{'s' * (wave_columns > 1)} {', '.join(map(str, waves))}"
+        _beside(tile, block_k, y + height / 2, text)
     tile.set_title(f"tile of a, {rows} x {block_k}", fontsize=9)
-    result.set_title(f"tile of c, {rows} x {columns}{'' if named else ', by wave'}", fontsize=9)
+    result.set_title(f"tile of c, {rows} x {columns}, by wave", fontsize=9)
     for each, right in ((tile, block_k), (result, columns)):
         each.set(xlim=(-0.02 * right, right * 1.02), ylim=(-0.02 * rows, rows * 1.02), aspect="equal")
     return figure
@@ -196,10 +178,7 @@ def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_co
 def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int, int]) -> Figure:
     """The grid of one launch over (padded rows, columns): one rectangle a block, coloured by expert, padding hatched.
 
-    Args:
-        layout: the rows.
-        columns, block_n: I for stage 1, H for stage 2; and how many of them a block computes.
-        chosen: (bx, by) of the block to mark.
+    ``columns`` is I for stage 1 and H for stage 2; ``chosen`` is (bx, by) of the block to mark.
     """
     count, across = len(layout.block_map), -(-columns // block_n)
     unit = min(0.55 * 72, (_PAGE - 160) / across)  # points; 160 are for the words on either side
@@ -230,9 +209,7 @@ def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int,
 def two_stages(hidden: int, intermediate: int, block_n: int) -> Figure:
     """The 128 rows of one block on their way: tokens, hidden activation, result; what one block of each stage reads.
 
-    Args:
-        hidden, intermediate: H and I.
-        block_n: columns that a block of either stage computes.
+    ``block_n`` is how many columns a block of either stage computes.
     """
     figure, (axes,) = _blank(8.5, 3.6)
     width = max(hidden, intermediate)
@@ -263,12 +240,9 @@ def heat_maps(
     maps: Mapping[str, Sequence[Sequence[float]]], fits: Sequence[Sequence[bool]],
     rows: tuple[str, Sequence[object]], columns: tuple[str, Sequence[object]],
 ) -> Figure:  # fmt: skip
-    """Tables of numbers as shades side by side; what does not fit is hatched, and every cell shows its number.
+    """Tables of positive numbers, by title, as shades side by side; every cell shows its number and, hatched, no fit.
 
-    Args:
-        maps: a table of positive numbers by title; all have the same shape.
-        fits: whether the configuration of each cell fits.
-        rows, columns: name of the axis and its values.
+    ``fits`` has the shape of each table; ``rows`` and ``columns`` are the name of an axis and its values.
     """
     width = min(4.4 * len(maps), 9.0)
     figure, panels = canvas(width, 3.6, len(maps))
@@ -286,9 +260,8 @@ def heat_maps(
                 style = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}}
             _text(axes, x, y, short_number(table[y][x]), size, **style)
         axes.set_title(title, fontsize=10)
-        axes.set(ylabel=rows[0], xlabel=columns[0])
-        axes.set_yticks(range(len(rows[1])), [str(label) for label in rows[1]])
-        axes.set_xticks(range(len(columns[1])), [str(label) for label in columns[1]])
+        axes.set(ylabel=rows[0], yticks=range(len(rows[1])), yticklabels=rows[1])
+        axes.set(xlabel=columns[0], xticks=range(len(columns[1])), xticklabels=columns[1])
     return figure
 
 

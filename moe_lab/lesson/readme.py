@@ -4,28 +4,25 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
+from moe_lab.lesson import notebooks
 from moe_lab.lesson.export import TAG
 from moe_lab.problem.errors import DataError
 from moe_lab.problem.submission import write_atomic
 from moe_lab.speed import bench
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+README = notebooks.ROOT / "README.md"
 
 
 def verdict() -> str:
     """The verdict on the final cell, as the committed notebook shows it, up to the open questions."""
-    cells = json.loads((ROOT / "notebooks" / "08_your_submission.ipynb").read_text(encoding="utf-8"))["cells"]
-    outputs = [output for cell in cells if TAG in cell["metadata"].get("tags", []) for output in cell["outputs"]]
-    texts = ["".join(output.get("data", {}).get("text/plain", "")) for output in outputs]
-    shown = next((text for text in texts if text.startswith("accepted")), None)
-    if shown is None:
+    cells = notebooks.read(notebooks.FOLDER / "08_your_submission.ipynb").cells
+    final = [cell for cell in cells if TAG in cell.metadata.get("tags", [])]
+    shown = [texts[kind] for texts, kind in notebooks.shown_texts(*final) if texts[kind].startswith("accepted")]
+    if not shown:
         raise DataError("got no accepted verdict in 08_your_submission.ipynb, expected one: run `make notebooks`")
-    lines = [line.rstrip() for line in shown.partition("open question")[0].splitlines()]
+    lines = [line.rstrip() for line in shown[0].partition("open question")[0].splitlines()]
     return "```text\n" + "\n".join(lines).strip() + "\n```"
 
 

@@ -90,7 +90,7 @@ def test_every_slice_of_the_walk_through_exists() -> None:
 def test_columns_are_escaped() -> None:
     table = SideBySide({"C": "a<b", "CUDA": "x"})
     assert "a&lt;b" in table._repr_html_()
-    assert str(table) == "C\na<b\n\nCUDA\nx"
+    assert repr(table) == "C | CUDA"
 
 
 def test_kernel_of_a_notebook_is_lowered_from_its_source() -> None:

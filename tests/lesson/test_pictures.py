@@ -39,7 +39,7 @@ def test_step_that_does_not_exist_is_refused() -> None:
 def test_waves_in_one_row_hold_the_same_rows() -> None:
     left, right = pictures.waves_of_gemm(128, 128, 64, wave_rows=2, wave_columns=4).axes
     assert _texts(left) == ["in the registers\nof waves 0, 2, 4, 6", "in the registers\nof waves 1, 3, 5, 7"]
-    assert sorted(_texts(right)) == [f"wave {number}" for number in range(8)]
+    assert _texts(right) == ["0", "2", "4", "6", "1", "3", "5", "7"]
 
 
 def test_blocks_show_valid_rows_of_each_block() -> None:

@@ -33,4 +33,4 @@ def test_every_link_of_the_readme_exists():
     text = readme.README.read_text(encoding="utf-8")
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
     assert len(targets) > 10
-    assert [target for target in targets if not (readme.ROOT / target).exists()] == []
+    assert [target for target in targets if not (readme.README.parent / target).exists()] == []
