@@ -21,9 +21,7 @@ from moe_lab.problem.submission import Submission
 #: Index arithmetic of generated code: loop counters, thread numbers, constants and operators, but no buffer.
 _ARITHMETIC = re.compile(r"(?:\(int(?:32_t|64_t)?\)|threadIdx\.\w|blockIdx\.\w|\b[ijk]\w*|\d+|[-+*&|^%/<>?:()\s])+")
 
-_SHADES = {
-    "+": "background-color:#dbeafe;color:#111111", "-": "background-color:#ffe4c7;color:#111111", "@": "opacity:0.6",
-}  # fmt: skip
+_SHADES = {"+": "background:#dbeafe;color:#111", "-": "background:#ffe4c7;color:#111", "@": "opacity:0.6"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,20 +56,15 @@ class Listing:
         text, look = html.escape(self.text), ""
         if self.language == "diff":
             look = ' style="font-family:monospace;font-size:12px;line-height:1.35"'
-            text = re.sub(r"^([-+@]).*(?:\n\1.*)*", _shaded, text, flags=re.MULTILINE)
+            shaded = '<span style="{}">{}</span>'.format
+            text = re.sub(r"(?m)^([-+@]).*(?:\n\1.*)*", lambda run: shaded(_SHADES[run[1]], run[0]), text)
         if self.summary:
             return f"<details><summary>{html.escape(self.summary)}</summary><pre{look}>{text}</pre></details>"
         return f"<pre{look}>{text}</pre>" if look else None
 
 
-def _shaded(lines: re.Match[str]) -> str:
-    return f'<span style="{_SHADES[lines[1]]}">{lines[0]}</span>'
-
-
 def lines(submission: Submission, first: str, last: str, *, occurrence: int = 1) -> Listing:
-    """The lines of a submission from one that holds ``first`` to the next that holds ``last``, which may be the same.
-
-    ``occurrence`` says which of the lines that hold ``first``, from 1. Raises SubmissionError if there is no such line.
+    """The lines from the one with ``first`` (its ``occurrence``) to the next with ``last``, or SubmissionError.
 
     >>> str(lines(Submission("a = 1\\nif a:\\n    b = 2\\n    c = 3\\n"), "b =", "c ="))
     'b = 2\\nc = 3'
@@ -83,9 +76,9 @@ def lines(submission: Submission, first: str, last: str, *, occurrence: int = 1)
 
 
 def block(code: str, first: str) -> str:
-    """A statement of generated C, CUDA or HIP, found by a part of its line and made short by :func:`elide`.
+    """A statement of generated code, by a part of its first line, up to the brace that closes what that line opens.
 
-    It is that line, or all up to the brace that closes what it opens. Raises SubmissionError if there is no such line.
+    It is made short by :func:`elide`. Raises SubmissionError if there is no such line.
     """
     text = code.splitlines()
     start = end = _find(text, "the generated code", first)
@@ -151,8 +144,7 @@ def elide(code: str) -> str:
     >>> elide("x[((((int)threadIdx.x) >> 3) * 64)] = y[(i * 4)];")
     'x[…] = y[(i * 4)];'
     """
-    text = re.sub(r"reinterpret_cast<[^<>]*>", "", code)
-    text = "\n".join(map(_elide_line, text.splitlines()))
+    text = "\n".join(map(_elide_line, re.sub(r"reinterpret_cast<[^<>]*>", "", code).splitlines()))
     # Sums of cut terms are one cut term.
     while (shorter := text.replace("(…) + (…)", "(…)").replace("((…))", "(…)")) != text:
         text = shorter

@@ -35,14 +35,10 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _MARKDOWN = MarkdownIt()
-_ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
 def find(names: Sequence[str] = ()) -> list[Path]:
-    """Paths of the notebooks in order: of all, or of each that is named by path, stem or the beginning of it ("02").
-
-    Raises NotebookError for a name that fits no notebook.
-    """
+    """Paths of all notebooks in order, or of those named by path, stem or start ("02"); NotebookError for others."""
     everything = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
     found = [] if names else everything
     for path in map(Path, names):
@@ -69,10 +65,7 @@ def to_bytes(notebook: NotebookNode) -> bytes:
 
 
 def execute(notebook: NotebookNode, name: str) -> NotebookNode:
-    """Run a notebook in place from the first cell, in ``notebooks/``, with a progress bar on stderr, and return it.
-
-    Raises NotebookError with the cell and its error, at the first that raises or takes longer than CELL_TIMEOUT_S.
-    """
+    """Run a notebook in place, in ``notebooks/``, and return it; NotebookError names a cell that fails or hangs."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from tqdm import tqdm
@@ -99,10 +92,7 @@ def execute(notebook: NotebookNode, name: str) -> NotebookNode:
 
 
 def update(path: Path) -> None:
-    """Fill in the exercises, execute, normalise and write back one notebook.
-
-    If a cell fails or an exercise holds an answer, NotebookError is raised and the file stays as it is.
-    """
+    """Fill in the exercises, execute, normalise and write back one notebook; on NotebookError it stays as it is."""
     notebook = fill_exercises(read(path), path.stem)
     write_atomic(path, to_bytes(without_processor(normalise(execute(notebook, path.stem)))))
 
@@ -152,11 +142,8 @@ def exercise_tag(cell: NotebookNode) -> tuple[str, str]:
 
 
 def normalise(notebook: NotebookNode) -> NotebookNode:
-    """A copy that holds nothing of the machine or the moment; normalising it again changes nothing.
-
-    Execution counts start at 1, metadata is tags only, widget state and finished progress bars are gone, and paths of
-    this checkout and memory addresses are cut out of the outputs' text. A cell keeps the id that Jupyter gave it.
-    """
+    """A copy that holds nothing of the machine or the moment: tags for metadata, execution counts from 1, no paths of
+    this checkout, addresses, widgets or finished progress bars. Normalising it again changes nothing."""
     clean = copy.deepcopy(notebook)
     clean.update(metadata=nbformat.from_dict(_METADATA), nbformat=4, nbformat_minor=5)
     for cell in clean.cells:
@@ -169,7 +156,8 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
             if output.output_type == "execute_result":
                 output.execution_count = count
     for texts, kind in shown_texts(*code_cells(clean)):
-        texts[kind] = _ADDRESS.sub("0x...", texts[kind].replace(f"{ROOT}/", "").replace(str(ROOT), "."))
+        text = texts[kind].replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+        texts[kind] = re.sub(r"\b0x[0-9a-f]{8,}\b", "0x...", text)
     return clean
 
 
@@ -181,11 +169,9 @@ def _joined(outputs: Sequence[NotebookNode]) -> list[NotebookNode]:
             kept[-1].text += output.text
         elif _WIDGET_VIEW not in output.get("data", {}):
             kept.append(output)
-    for output in kept:
-        if output.output_type == "stream":
-            # A carriage return overwrites the line.
-            lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in output.text.split("\n")]
-            output.text = "\n".join(lines)
+    for output in (output for output in kept if output.output_type == "stream"):
+        lines = output.text.split("\n")  # a carriage return overwrites the line
+        output.text = "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in lines)
     return [output for output in kept if output.output_type != "stream" or output.text.strip()]
 
 

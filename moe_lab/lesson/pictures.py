@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _EXPERT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, "#A89A00")
 _LINE = "#555555"
-#: Width of the widest picture, in points of text: 9 inches, what a notebook page shows without shrinking it.
-_PAGE = 648
+_PAGE = 648  #: points, 9 inches: the widest picture that a notebook page shows without shrinking it
 
 
 def _blank(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -49,8 +48,8 @@ def _beside(axes: Axes, x: float, y: float, text: str, size: float = 9, *, left:
     axes.annotate(text, (x, y), (away, 0), textcoords="offset points", ha=side, va="center", fontsize=size)
 
 
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = "black") -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": colour})
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "", **style: Any) -> None:
+    axes.annotate(text, end, start, arrowprops={"arrowstyle": "->", **style}, va="center")
 
 
 def _box(
@@ -68,10 +67,7 @@ def _box(
 
 
 def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
-    """The whole problem: tokens are grouped by expert and padded, each group meets its expert, results keep the place.
-
-    ``choices`` holds the expert of each token as they arrive, one a token; ``layout`` is built from it.
-    """
+    """The whole problem: tokens (``choices`` has the expert of each) are grouped and padded, and meet their expert."""
     top = layout.num_padded_rows
     figure, (axes,) = _blank(9, 0.9 + 0.42 * top)
     arrival = sorted(range(len(choices)), key=lambda token: choices[token])  # stable: order of arrival in a group
@@ -83,7 +79,7 @@ def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
         start, end, colour = top - lift - token - 0.5, top - row - 0.5, _colour(choices[token])
         for x, y, what in ((0, start, "token"), (2.6, end, "token"), (8.0, end, "result")):
             _box(axes, x, y - 0.4, 1.2, 0.8, colour, f"{what} {token}")
-        _arrow(axes, (1.25, start), (2.55, end), colour)
+        _arrow(axes, (1.25, start), (2.55, end), color=colour)
     for expert in set(layout.block_map):
         high, low = (top - layout.padded_offsets[expert + step] for step in (0, 1))
         text, colour = f"expert {expert}\nsilu(gate) * up, down", _colour(expert)
@@ -114,9 +110,8 @@ def index_spaces(layout: GroupedLayout) -> Figure:
         _box(axes, raw + 0.04, 1.6, 0.92, 0.6, colour, names[raw], size)
         _box(axes, row + 0.04, 0.0, 0.92, 0.6, colour, names[row], size)
         axes.plot((raw + 0.5, row + 0.5), (1.55, 0.65), color=colour, linewidth=1.5)
-    middles = {expert: layout.padded_offsets[expert] + size / 2 for expert, size in enumerate(layout.sizes) if size}
-    for expert, middle in middles.items():
-        _text(axes, middle, -0.25, str(expert))
+    for expert, valid_rows in enumerate(layout.sizes):
+        _text(axes, layout.padded_offsets[expert] + valid_rows / 2, -0.25, str(expert) if valid_rows else "")
     for y, text in {1.9: "raw rows:\nroute weights", 0.3: "padded rows:\ntokens, out", -0.25: "expert:"}.items():
         _beside(axes, 0, y, text, left=True)
     for start in range(0, rows + 1, layout.block):
@@ -138,21 +133,17 @@ def tile_walk(rows: int, columns: int, depth: int, block_k: int, step: int) -> F
     top = columns + gap + rows
     left, bottom = depth + max(0.16 * (depth + columns), 0.26 * top), (gap + rows) / 2  # room for an arrow
     unit = min(500 / (left + columns), 240 / top)  # points a column: 8 inches less the names at the left, or 3.4 inches
-    turn = 0 if _fits(f"k = {steps - 1}", 8, block_k * unit) else 90
-    named = block_k * unit > 10  # points: thinner tiles have no room for a name
+    named = _fits(f"k = {steps - 1}", 8, block_k * unit)
     for name, y, height, colour in (("a", columns + gap, rows, BLUE), ("b", 0.0, columns, ORANGE)):
         for number in range(steps):
-            label, fill = f"k = {number}" if named else "", colour if number == step else PALE
-            _box(axes, number * block_k, y, block_k, height, fill, label, turn=turn)
+            fill = colour if number == step else PALE
+            _box(axes, number * block_k, y, block_k, height, fill, f"k = {number}" if named else "")
         _beside(axes, 0, y + height / 2, f"{name}\n{height} rows", left=True)
     filled = "" if named else f", filled: k = {step}"
     _text(axes, depth / 2, columns + gap / 2, f"K = {depth}, in {steps} steps of {block_k}{filled}")
     _box(axes, left, bottom, columns, rows, GREEN)
     _text(axes, left + columns / 2, bottom - 4 / unit, f"c   {rows} x {columns}\nfp32 sums", va="top")
-    middle, arrow = bottom + rows / 2, {"arrowstyle": "->"}
-    axes.annotate(
-        "+=", (left - 6 / unit, middle), (depth + 10 / unit, middle), arrowprops=arrow, va="center", fontsize=11
-    )
+    _arrow(axes, (depth + 10 / unit, bottom + rows / 2), (left - 6 / unit, bottom + rows / 2), "+=")
     axes.set(xlim=(0, left + columns), ylim=(-0.05 * rows, top + rows * 0.05), aspect="equal")
     return figure
 
@@ -207,10 +198,7 @@ def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int,
 
 
 def two_stages(hidden: int, intermediate: int, block_n: int) -> Figure:
-    """The 128 rows of one block on their way: tokens, hidden activation, result; what one block of each stage reads.
-
-    ``block_n`` is how many columns a block of either stage computes.
-    """
+    """The 128 rows of one block on their way: tokens, hidden activation, result; what a block of each stage reads."""
     figure, (axes,) = _blank(8.5, 3.6)
     width = max(hidden, intermediate)
     strips = (  # y, name, columns, columns of a piece, number of the piece to mark, shape
@@ -268,8 +256,7 @@ def heat_maps(
 def memories(places: Mapping[str, tuple[Mapping[str, int], float | None]]) -> Figure:
     """Buffers in the memories they live in, all to one scale.
 
-    ``places`` holds for each memory its buffers (name: bytes) and how many bytes there are; None for a memory too large
-    to draw, which ends in an arrow.
+    ``places`` has for each memory the bytes of its buffers and of itself; None is too large and ends in an arrow.
     """
     figure, (axes,) = _blank(9, 0.3 + 0.95 * len(places))
     width = max(max(sum(buffers.values()), limit or 0) for buffers, limit in places.values()) / 1024

@@ -26,36 +26,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Plot = tuple["Figure", str]
-
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
-
 _measured = functools.partial(short_number, zeros=True)
-#: All digits and no power of ten: ``0.0005``, ``20``, ``2000000``.
-_plain = functools.partial(np.format_float_positional, precision=12, trim="-")
+_plain = functools.partial(np.format_float_positional, precision=12, trim="-")  #: ``0.0005``, ``20``, ``2000000``
 
 
 def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] = {}) -> Plot:
-    """Median times with their 95% intervals, a panel for each case, one line for each step or peer.
+    """Median times with their 95% intervals, a panel for each case, one line for each step or, after them, peer.
 
-    Args:
-        rows: of one run for each case, or ContractError: times of several may not be compared. Roofs are left out;
-            steps are drawn in the order given, peers after them.
-        bounds_ms: least time by name of the case, drawn as a line (:func:`moe_lab.speed.bench.bound_ms`).
+    ``rows`` are of one run for each case, or ContractError: times of several may not be compared. Roofs are left out.
+    ``bounds_ms`` has least times by case, drawn as lines (:func:`moe_lab.speed.bench.bound_ms`).
     """
     rows = [row for row in rows if row.kind != "roof"]
     if not rows:
         raise ContractError("got no rows of a step or peer, expected those of a run")
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.name for row in sorted(rows, key=lambda row: row.kind == "peer")))
-    columns = min(len(cases), 3)
-    lines, width = -(-len(cases) // columns), min(9.0, 3.2 + 2.5 * columns)
-    figure, panels = canvas(width, 0.7 + (0.9 + 0.25 * len(names)) * lines, columns, lines)
+    width = min(9.0, 3.2 + 2.5 * len(cases))
+    figure, panels = canvas(width, 1.6 + 0.25 * len(names), len(cases))
     words = []
-    for axes in panels[len(cases) :]:
-        axes.remove()
-    for number, (axes, case) in enumerate(zip(panels, cases, strict=False)):
+    for axes, case in zip(panels, cases, strict=True):
         found = {names.index(row.name): row for row in rows if row.case == case}
         if (runs := len({row.run for row in rows if row.case == case})) != 1:
             raise ContractError(
@@ -64,7 +56,7 @@ def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] = {}) ->
         medians, bound = {place: _measured(row.median_ms) for place, row in sorted(found.items())}, bounds_ms.get(case)
         _draw_times(axes, found, bound)
         axes.set_yticks(range(len(names)), [textwrap.fill(name, 30) for name in names], fontsize=9)
-        axes.tick_params(axis="y", labelleft=number % columns == 0)
+        axes.tick_params(axis="y", labelleft=axes is panels[0])
         axes.set_ylim(len(names) - 0.4, -0.6)
         column = axes.secondary_yaxis("right")
         column.set_yticks(list(medians), list(medians.values()), fontsize=9)
@@ -103,15 +95,12 @@ class Point(NamedTuple):
     """One dot of a roofline plot."""
 
     label: str
-    intensity: float  #: FLOP per byte, above 0
-    rate_tflops: float  #: useful operations a second, 1e12, above 0
+    intensity: float  #: FLOP per byte
+    rate_tflops: float  #: useful operations a second, 1e12
 
 
 def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
-    """Rooflines of some devices and dots under them, on logarithmic axes, each named in the legend.
-
-    Raises ContractError for no roof, or a point that is not above 0.
-    """
+    """Rooflines of devices (ContractError for none) and dots above 0, on logarithmic axes, each named in the legend."""
     if not roofs or any(point.intensity <= 0 or point.rate_tflops <= 0 for point in points):
         raise ContractError("got no roof or a point at 0, expected at least one roof and points above 0: axes are logs")
     figure, (axes,) = canvas(8.6, 4.4 + 0.11 * (len(roofs) + len(points)))
@@ -128,10 +117,10 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
         words.append(f"{roof.title}: {roof.peak_tflops:g} TFLOP/s, {roof.bandwidth_tbps:g} TB/s, {ridge} FLOP per byte")
     words += [f"{p.label}: {_measured(p.rate_tflops)} TFLOP/s at {p.intensity:.0f} FLOP per byte" for p in points]
     dots = [point.rate_tflops for point in points]
-    lowest = min([*dots, *(attainable_tflops(left, roof) for roof in roofs)])
+    low = min([*dots, *(attainable_tflops(left, roof) for roof in roofs)]) / 2
+    high = max([*dots, *(roof.peak_tflops for roof in roofs)]) * 3
     axes.set(
-        xscale="log", yscale="log", xlim=(left, right),
-        ylim=(lowest / 2, 3 * max([*dots, *(roof.peak_tflops for roof in roofs)])),
+        xscale="log", yscale="log", xlim=(left, right), ylim=(low, high),
         xlabel="arithmetic intensity, FLOP per byte of device memory", ylabel="TFLOP/s on valid rows",
     )  # fmt: skip
     _plain_ticks(axes)
@@ -187,8 +176,7 @@ def score_curve(found: Score) -> Plot:
     ticks = [2.0**exponent for exponent in exponents if exponent % -(-len(exponents) // 8) == 0]
     axes.set_xticks(ticks, [f"{_plain(x)}x" for x in ticks])
     axes.minorticks_off()
-    top = 100 if all(case.points <= 100 for case in found.cases) else 150
-    axes.set(ylim=(0, top), xlim=(low, high), xlabel="times faster than the judge's baseline", ylabel="points")
+    axes.set(ylim=(0, 100), xlim=(low, high), xlabel="times faster than the judge's baseline", ylabel="points")
     axes.grid(color=PALE)
     axes.set_title(f"score {found.points:.2f}, total {found.total_ms:.3f} ms", fontsize=10)
     dots = [(text, speed, case.points) for text, speed, case in zip(words, speeds, found.cases, strict=True)]
@@ -225,5 +213,5 @@ def layout_picture(layout: GroupedLayout) -> Plot:
         f"{block}, {layout.waste:.0%} padding"
     ) + (f", {len(crosses)} blocks hold padding alone (crossed)" if crosses else "")
     axes.set_title(f"{summary}\nfilled: valid, hatched: padding", fontsize=9)
-    spread = f"group sizes from {min(layout.sizes)} to {max(layout.sizes)}"
-    return figure, f"Grouped layout of {layout.num_experts} experts, {spread}: {summary}."
+    sizes = f"{layout.num_experts} experts, group sizes from {min(layout.sizes)} to {max(layout.sizes)}"
+    return figure, f"Grouped layout of {sizes}: {summary}."

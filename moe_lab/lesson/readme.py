@@ -31,10 +31,7 @@ def speed() -> str:
     rows = bench.summary_rows()
     first, cases = rows[0], sorted({row.case for row in rows})
     versions = dict(item.split("=", 1) for item in first.versions.split())
-    state = {
-        "cold": "weights cold in L2",
-        "dirty": "weights cold in L2, which was full of written lines that had to go to memory first",
-    }[first.cache]
+    dirty = ", which was full of written lines that had to go to memory first" if first.cache == "dirty" else ""
     times = {
         (f"`{row.name}`" if row.kind == "step" else row.name, row.case): row.median_ms
         for row in rows if row.kind != "roof"
@@ -49,7 +46,7 @@ def speed() -> str:
     ]
     stack = f"torch {versions['torch']}, tilelang {versions['tilelang']}, driver {first.driver}"
     said = [
-        f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with {state}, "
+        f"Milliseconds on one {first.device}, medians of {first.rounds} calls in turns with weights cold in L2{dirty}, "
         f"routing `{first.routing}`; each case in one run ({first.recorded_at[:10]}, {stack}). "
         "Steps compute in fp16, peers in the dtype they name.",
         "",
@@ -60,8 +57,7 @@ def speed() -> str:
     return "\n".join([*said, "", "```text", *bench.summary(), "```"])
 
 
-#: What stands between which markers.
-PARTS = {"verdict": verdict, "speed": speed}
+PARTS = {"verdict": verdict, "speed": speed}  #: by the markers around them
 
 
 def rendered(text: str) -> str:

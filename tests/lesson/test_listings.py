@@ -5,7 +5,6 @@ import pytest
 from moe_lab.lesson.listings import SideBySide, block, difference, elide, generated, lines
 from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.submission import Submission
-from moe_lab.steps import step
 
 FILE = Submission("A = 1\n\n\ndef f(x):\n    if x:\n        return A\n    return 0\n", "file.py")
 
@@ -13,14 +12,10 @@ FILE = Submission("A = 1\n\n\ndef f(x):\n    if x:\n        return A\n    return
 def test_slice_is_found_by_its_text_and_keeps_its_line_number() -> None:
     listing = lines(FILE, "if x", "return A")
     assert str(listing) == "if x:\n    return A"
-    assert listing.first_line == 5
     assert str(listing._repr_markdown_()).startswith("Lines 5 to 6:\n\n```python\nif x:")
+    assert listing._repr_html_() is None
     assert repr(listing) == "2 lines of python"
-
-
-def test_later_occurrence_is_another_line() -> None:
-    assert lines(FILE, "return", "return").first_line == 6
-    assert str(lines(FILE, "return", "return", occurrence=2)) == "return 0"
+    assert [lines(FILE, "return", "return", occurrence=number).first_line for number in (1, 2)] == [6, 7]
 
 
 @pytest.mark.parametrize(("first", "last", "said"), [
@@ -52,7 +47,6 @@ def test_differences_are_escaped_and_shaded() -> None:
     assert shown is not None
     assert shown.count("#dbeafe") == shown.count("#ffe4c7") == 1
     assert "return x &lt; 0" in shown
-    assert lines(FILE, "if x", "if x")._repr_html_() is None
 
 
 def test_folded_listing_keeps_every_line_behind_its_heading() -> None:
@@ -61,30 +55,20 @@ def test_folded_listing_keeps_every_line_behind_its_heading() -> None:
     assert str(folded) == "a < b\nif x:\n    return A"
 
 
-def test_only_long_arithmetic_is_cut() -> None:
-    line = (
-        "copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
-    )
-    assert elide(line) == "copy((&(b_shared[…])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"
-
-
-def test_bracket_that_is_never_closed_stays() -> None:
-    assert elide("f(a[0], (") == "f(a[0], ("
+@pytest.mark.parametrize(("line", "shown"), [
+    ("copy((&(b_shared[((((int)threadIdx.x) >> 3) * 64) + 8])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);",
+     "copy((&(b_shared[…])), (&(b[(i_1 * 8)])), limit_of_rows[expert_of_block]);"),
+    ("f(a[0], (", "f(a[0], ("),
+    ("mma<tl::DataType::kFloat16>(reinterpret_cast<float*>(acc));", "mma<fp16>((acc));"),
+], ids=["only long arithmetic is cut", "a bracket that is never closed stays", "casts are left out"])  # fmt: skip
+def test_generated_code_is_made_short(line: str, shown: str) -> None:
+    assert elide(line) == shown
 
 
 def test_block_ends_where_its_brace_closes() -> None:
     code = "void f() {\n  for (int i = 0; i < 4; ++i) {\n    if (i) {\n      y = 1;\n    }\n  }\n  z = 2;\n}"
     assert block(code, "for (") == "for (int i = 0; i < 4; ++i) {\n  if (i) {\n    y = 1;\n  }\n}"
     assert block(code, "z =") == "z = 2;"
-
-
-def test_casts_are_left_out() -> None:
-    assert elide("mma<tl::DataType::kFloat16>(reinterpret_cast<float*>(acc));") == "mma<fp16>((acc));"
-
-
-def test_every_slice_of_the_walk_through_exists() -> None:
-    baseline = step("s0_baseline")
-    assert "actual_rows = " in str(lines(baseline, "expert = group_idx_for_bx", "actual_rows", occurrence=2))
 
 
 def test_columns_are_escaped() -> None:
