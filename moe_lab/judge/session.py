@@ -6,6 +6,7 @@ import errno
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,10 +100,8 @@ class Session:
         before: Made | None = None
         self._check_room(group)
         try:
-            for number, call in enumerate(group.calls):
+            for number, (call, inputs, truth) in enumerate(self._problems(group)):
                 self.worker.do(f"{group.name}: call {number + 1} of {len(group.calls)}")
-                inputs = call_inputs(group, call, before.inputs if before else None, self._device)
-                inputs = replace(inputs, out=fill_out(inputs, call, before.truth if before else None))
                 arena = arenas.get(call.slot)
                 if arena is None:
                     arenas[call.slot] = arena = Arena(inputs, sparse=group.sparse)
@@ -116,7 +115,6 @@ class Session:
                 answer = self.request("call", limit_s, arena=call.slot, garbage=group.garbage, seed=call.seed)
                 answer["threads"] -= self._threads
                 self.computed |= set(answer.pop("computed"))
-                truth = _truth(inputs)
                 out, edits = arena.read()
                 before = Made(number, call, inputs, out, truth, compare(inputs, out, truth), edits, **answer)
                 yield before
@@ -128,6 +126,23 @@ class Session:
                 arena.close()
         for slot in arenas:
             self.request("close", limits.call_s, arena=slot)
+
+    def _problems(self, group: Group) -> Iterator[tuple[Call, Inputs, torch.Tensor]]:
+        """The calls of a group, each with its inputs and their truth; on a CPU the next one is made meanwhile."""
+
+        def make(call: Call, inputs: Inputs | None, truth: torch.Tensor | None) -> tuple[Call, Inputs, torch.Tensor]:
+            inputs = call_inputs(group, call, inputs, self._device)
+            inputs = replace(inputs, out=fill_out(inputs, call, truth))
+            return call, inputs, truth if truth is not None and call.change == "nothing" else _truth(inputs)
+
+        made = make(group.calls[0], None, None)
+        with ThreadPoolExecutor(1) as thread:
+            for call in group.calls[1:]:
+                # A device may have no room for two.
+                following = None if group.on_device else thread.submit(make, call, *made[1:])
+                yield made
+                made = following.result() if following else make(call, *made[1:])
+        yield made
 
     def _time(self, group: Group, last: Made, arena: Arena) -> None:
         """Time the submission beside the baseline on the inputs of the last call, and look at the answer again."""
@@ -149,10 +164,10 @@ class Session:
         self.times_ms[group.name] = (times["candidate"], times["baseline"])
 
     def _check_room(self, group: Group) -> None:
-        """Both sides share the arguments; a GPU also holds the judge's of this call and of the last."""
-        where, free, needed = "memory", psutil.virtual_memory().available, 2 * group.size_bytes
+        """Both sides share the arguments; the judge also holds those of this call, and of the last or the next."""
+        where, free, needed = "memory", psutil.virtual_memory().available, 3 * group.size_bytes
         if self._device != "cpu" and group.on_device:
-            where, needed = "memory on the device", 3 * group.size_bytes + _DEVICE_SPARE_BYTES
+            where, needed = "memory on the device", needed + _DEVICE_SPARE_BYTES
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < needed:
             has, needs = (f"{size / 2**30:.1f} GiB" for size in (free, needed))

@@ -93,6 +93,11 @@ class _TorchCompute(TorchDispatchMode):
         self._pointwise: set[str] = set()
         self._products: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to do so, torch would import its compiler, a second for each worker; no submission may use it anyway."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operation that torch dispatches, and let it happen."""
         result = func(*args, **(kwargs or {}))

@@ -23,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -121,8 +122,44 @@ def compile_flags() -> list[str]:
     """
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     processor = [platform.machine(), platform.processor(), *cpuinfo("model name", "flags", "Features")]
-    parts = (Path(__file__).read_text(encoding="utf-8"), version, processor)
-    return [*COMPILE_FLAGS, f"-DMOE_LAB_KEY=0x{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"]
+    key = _key(Path(__file__).read_text(encoding="utf-8"), version, processor)
+    return [*COMPILE_FLAGS, *_precompiled_header(version, processor), f"-DMOE_LAB_KEY=0x{key}"]
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _precompiled_header(version: str, processor: list[str]) -> list[str]:
+    """Flags that include the header of TileLang's C backend parsed already: two thirds of a kernel's compilation.
+
+    None for Clang, whose precompiled headers work in another way, or where nothing can be written.
+    """
+    import tilelang
+
+    headers = sorted((Path(tilelang.__file__).parent / "src/tl_templates/cpp").glob("*.h*"))
+    if "clang" in version or not headers:
+        return []
+    folder = cache_folder() / "headers" / _key(COMPILE_FLAGS, version, processor, *map(Path.read_bytes, headers))
+    header, made = folder / "common.h", folder / "common.h.gch"
+    try:
+        if not made.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            header.write_text(f'#include "{headers[0]}"\n', encoding="utf-8")
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                new = Path(own, "new")
+                # The flags that TileLang compiles a kernel with: the compiler passes over a header made with others.
+                options = ["-std=c++17", "-fPIC", *COMPILE_FLAGS, "-x", "c++-header", "-o", str(new)]
+                subprocess.run([compiler(), *options, str(header)], check=True, capture_output=True)
+                new.replace(made)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return ["-include", str(header)]
+
+
+def cache_folder() -> Path:
+    """The folder of what this package keeps between runs, the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lab"
 
 
 def cpuinfo(*names: str) -> list[str]:

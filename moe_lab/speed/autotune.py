@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_lab.machine import backend
+from moe_lab.machine import backend, cpu
 from moe_lab.machine.devices import Device, reported_as
 from moe_lab.machine.timing import Timing, faster
 from moe_lab.model import tiles
@@ -164,5 +163,4 @@ def cache_file(submission: Submission, case: Case) -> Path:
         *(f"{name}={version}" for name, version in sorted(backend.versions().items())),
     ]  # fmt: skip
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lab"
-    return folder / f"tuned_{key}.json"
+    return cpu.cache_folder() / f"tuned_{key}.json"

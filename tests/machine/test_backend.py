@@ -411,6 +411,7 @@ def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
     cxx.chmod(0o755)
     script = tmp_path / "run.py"
     environment = {**os.environ, "CXX": str(cxx), "TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "user")
 
     def compiled(factor: float) -> int:
         log.write_text("")
@@ -438,7 +439,8 @@ def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
         return len(log.read_text().splitlines())
 
     assert compiled(2.0) == 1
-    assert "-O3 -march=native -DMOE_LAB_KEY=0x" in log.read_text()
+    (header,) = (tmp_path / "user/moe_lab/headers").glob("*/common.h")
+    assert f"-O3 -march=native -include {header} -DMOE_LAB_KEY=0x" in log.read_text()
     assert "fast-math" not in log.read_text()
     assert compiled(2.0) == 0
     assert compiled(3.0) == 1
