@@ -70,7 +70,7 @@ $(COMPAT_STAMP): $(STAMP)
 
 notebooks: $(STAMP) ## execute every notebook again, normalise it, and make the README parts anew
 	$(BIN)/python -m moe_lab.lesson.notebooks
-	$(BIN)/python -m moe_lab.lesson.readme
+	$(BIN)/python tests/lesson/readme_parts.py
 
 bench: $(STAMP) ## time every step on this machine's device
 	$(BIN)/moe-lab bench

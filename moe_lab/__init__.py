@@ -4,8 +4,6 @@ Importing the package is light on purpose: no torch, no TileLang, no plotting. T
 are first used. ``moe_lab.judge`` is the room; its function is ``moe_lab.judge.judge``.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

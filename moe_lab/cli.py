@@ -3,8 +3,6 @@
 What takes long to import is imported by the command that needs it, so that ``--help`` answers at once.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -361,7 +359,7 @@ class _Output(io.FileIO):
     A library must not turn a broken pipe into exit code 1, which says that a file failed.
     """
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: "Buffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:

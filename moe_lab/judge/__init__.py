@@ -3,8 +3,6 @@
 README.md says what happens in which order, what is defended and what is not.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ A GPU's compiler takes seconds for each kernel of each case. What these workers 
 where the calls find it. They launch nothing, and nothing that happens to them says anything about the submission.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -5,8 +5,6 @@ CPU both map one file without a name. A GPU's memory belongs to the worker, and 
 memory); where a driver cannot do that, the worker copies it to and from the file around each call.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -55,7 +53,7 @@ class Arena:
     it reads as zeros and costs no memory.
     """
 
-    def __init__(self, inputs: Inputs, *, sparse: bool = False) -> None:
+    def __init__(self, inputs: "Inputs", *, sparse: bool = False) -> None:
         self._experts = [expert for expert, size in enumerate(inputs.layout.sizes) if size] if sparse else None
         # A kernel that runs one block too far must land in the guard, not in another argument.
         block = BLOCK_TOKEN * inputs.out.shape[1] * inputs.out.element_size()
@@ -91,7 +89,7 @@ class Arena:
             storage = torch.UntypedStorage._new_shared_cuda(*values)
             self.buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
-    def write(self, inputs: Inputs) -> None:
+    def write(self, inputs: "Inputs") -> None:
         """Put the arguments of the next call in place; they must not be written to before :meth:`read`."""
         self._written = []
         for name, (start, _, _) in self._places.items():

@@ -1,7 +1,5 @@
 """What is checked in every call of a group, and what only shows over several."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The contest's 0.05 passes zeros where values are small; the bound is what rounding to fp16 explains of a row's norm.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Where none does, the pattern of the wrong rows and columns is described instead.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

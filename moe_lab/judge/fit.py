@@ -1,7 +1,5 @@
 """Whether the kernels fit a C500, from TileLang's own lowering of the contest's cases."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """The local judge: static rules, then the submission in a process of its own, then every row against the truth."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -6,8 +6,6 @@ Marks of an expression say what it *may* be, since no branch and no order is fol
 what tells one tensor from another. What a kernel really does is read from what TileLang makes of it.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -37,17 +35,17 @@ _ONE_OF = (
 class Scope:
     """The module or one function."""
 
-    def __init__(self, node: ast.Module | Function, parent: Scope | None = None) -> None:
+    def __init__(self, node: ast.Module | Function, parent: "Scope | None" = None) -> None:
         self.node = node
         self.chain: list[Scope] = [self, *(parent.chain if parent else [])]  # this scope and those around it
         self.names: dict[str, Marks] = {}  # that are bound here
         self.globals: set[str] = set()  # names that a ``global`` statement hands to the module
 
-    def home(self, name: str) -> Scope:
+    def home(self, name: str) -> "Scope":
         """The scope in which an assignment binds a name."""
         return self.chain[-1 if name in self.globals else 0]
 
-    def owner(self, name: str) -> Scope | None:
+    def owner(self, name: str) -> "Scope | None":
         """The scope that binds a name seen from here; None for a built-in or an unknown name."""
         return next((scope for scope in self.home(name).chain if name in scope.names), None)
 

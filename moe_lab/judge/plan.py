@@ -3,8 +3,6 @@
 A case only permutes its group sizes, and cases of one H and I have one E: what is specialised on them compiles once.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Requests and answers are JSON, one datagram each. Nothing that the submission pr
 repeats a number that was drawn for its request, so it can be neither prepared nor replayed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

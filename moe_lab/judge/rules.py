@@ -6,8 +6,6 @@ names that break it). Everything that a file uses is spelled as one dotted name:
 sandbox those of the values that it meets, and :mod:`moe_lab.judge.rulings` those of what a kernel launches.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

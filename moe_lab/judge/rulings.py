@@ -4,8 +4,6 @@ The text of a file shows what it may do; TileLang's own front end knows what it 
 there, an intrinsic has its name however it was spelled, and a kernel that no call launches is not counted.
 """
 
-from __future__ import annotations
-
 from moe_lab.judge.rules import broken
 from moe_lab.model import tir
 from moe_lab.model.roofline import balanced

@@ -9,8 +9,6 @@ This is a replica of the contest's rules and a help against mistakes, no securit
 write files and start compilers. The judge's separate process is what contains a hostile file.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

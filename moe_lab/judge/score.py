@@ -1,7 +1,5 @@
 """The contest's score: from three times to points, and back from points to the time that earns them."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A submission at work: one worker, the calls made in it, and what each call did."""
 
-from __future__ import annotations
-
 import errno
 import re
 import time
@@ -61,7 +59,7 @@ class Session:
         self.computed: set[str] = set()
         self._submission, self._device = submission, device
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> "Session":
         """Start the worker and load the file.
 
         Raises :class:`Stopped` if loading fails, BackendError if the worker itself does not start.

@@ -1,7 +1,5 @@
 """What the judge says: the verdict, the report behind it, its JSON form and its tables."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -4,8 +4,6 @@ Started by :mod:`moe_lab.judge.process` as ``python -m moe_lab.judge.worker FD``
 answer into a right one: the judge compares the bytes of ``out`` and of the inputs itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

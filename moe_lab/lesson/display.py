@@ -1,7 +1,5 @@
 """What every figure shares: colours, sizes of text, and how it reaches a notebook so that everybody can read it."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io
@@ -18,7 +16,7 @@ BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
 INK, PALE = "#444444", "#ECECEC"
 
 
-def canvas(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def canvas(width: float, height: float, columns: int = 1, rows: int = 1) -> "tuple[Figure, list[Axes]]":
     """An empty figure with its axes, row by row, without pyplot's global state.
 
     Width and height are in inches; a notebook page shrinks what is wider than 9.
@@ -53,7 +51,7 @@ def short_number(value: float, *, zeros: bool = False) -> str:
     return f"{value:#.3g}".rstrip(".") if zeros else f"{value:.3g}"
 
 
-def show(figure: Figure, description: str) -> None:
+def show(figure: "Figure", description: str) -> None:
     """Display a figure and, folded below it, what it shows in words, with the figures that matter.
 
     The picture is kept as PNG, which every code host draws. JupyterLab and code hosts drop the alternative text of a
@@ -69,7 +67,7 @@ def show(figure: Figure, description: str) -> None:
     display({"text/html": words, "text/plain": description}, raw=True)
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: "Figure") -> bytes:
     """A figure as PNG with a palette of 128 colours: a third of the bytes of a full-colour one, and looks the same."""
     from PIL import Image
 

@@ -8,8 +8,6 @@ the two must agree. If they do not, every known mistake is observed too, and the
 answer names it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import math

@@ -4,8 +4,6 @@ A configuration is a step with some of its literals changed, so it is a submissi
 checks, times and exports is one and the same text.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -71,7 +69,7 @@ class Trial(BaseModel):
         """Baseline's time over its own, both measured together; None if not timed."""
         return self.baseline_ms / self.time_ms if self.time_ms and self.baseline_ms else None
 
-    def completed(self, older: Trial) -> Trial:
+    def completed(self, older: "Trial") -> "Trial":
         """This one, with what only an older trial of the same configuration knows."""
         verdict, time, bound = ("verdict", "reason", "judged_on"), ("time_ms", "baseline_ms", "timed_on"), ("bound_ms",)
         missing = [group for group in (verdict, time, bound) if getattr(self, group[0]) in ("", None)]
@@ -291,7 +289,7 @@ class Session:
         near.sort(key=lambda each: each[0], reverse=True)
         tir.ahead([(submission.with_literals(**{name: value}), *setting.sizes) for _, name, value in near])
 
-    def check(self, submission: Submission, setting: Setting, say: Say, *, quick: bool = False) -> Report:
+    def check(self, submission: Submission, setting: Setting, say: Say, *, quick: bool = False) -> "Report":
         """Have the judge compile and run a configuration on this machine, and remember the verdict.
 
         ``quick`` runs the case with the group sizes 0, 1, 127, 128 and 129 only, which does not make it accepted.
@@ -358,7 +356,7 @@ class Session:
         """Whether :attr:`target` holds another text, which :meth:`export` would replace."""
         return self.target.exists() and self.target.read_bytes() != submission.source.encode()
 
-    def export(self, submission: Submission, setting: Setting, say: Say) -> Report:
+    def export(self, submission: Submission, setting: Setting, say: Say) -> "Report":
         """Write a configuration to :attr:`target` through the exporter, then judge the file.
 
         A text that was judged in this session already is not judged again: it is the same bytes. Raises ExportError

@@ -3,8 +3,6 @@
 In a notebook the cell magic ``%%submission FILE`` writes FILE and judges it; ``moe-lab export`` runs nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 A slice is found by what its lines say, never by line numbers, so an edited step shows its new text."""
 
-from __future__ import annotations
-
 import difflib
 import html
 import inspect
@@ -37,7 +35,7 @@ class Listing:
         """The lines below their heading."""
         return f"{self.summary}\n{self.text}" if self.summary else self.text
 
-    def folded(self, summary: str) -> Listing:
+    def folded(self, summary: str) -> "Listing":
         """The same below a line that opens it."""
         return replace(self, summary=summary)
 

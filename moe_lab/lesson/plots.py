@@ -3,8 +3,6 @@
 Names and figures stand in legends and beside the axes, never among the marks. Markers, line styles and hatching carry
 what colour carries, so a plot can be read in grey."""
 
-from __future__ import annotations
-
 import functools
 import math
 import textwrap
@@ -73,7 +71,7 @@ def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] = {}) ->
     return figure, f"Median times on {first.device}, routing {first.routing}. {'. '.join(words)}."
 
 
-def _draw_times(axes: Axes, found: Mapping[int, Measurement], bound: float | None) -> None:
+def _draw_times(axes: "Axes", found: Mapping[int, Measurement], bound: float | None) -> None:
     """One case: a mark and an interval a line."""
     for place, row in found.items():
         marker, colour, fill = ("s", ORANGE, "white") if row.kind == "peer" else ("o", BLUE, BLUE)
@@ -129,7 +127,7 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
     return figure, f"Roofline on logarithmic axes. {'. '.join(words)}."
 
 
-def _plain_ticks(axes: Axes) -> None:
+def _plain_ticks(axes: "Axes") -> None:
     """Ticks of logarithmic axes as numbers that can be read aloud: 20, 50, 100, without powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -143,7 +141,7 @@ def _plain_ticks(axes: Axes) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_dots(figure: Figure, axes: Axes, dots: Sequence[tuple[str, float, float]]) -> None:
+def _draw_dots(figure: "Figure", axes: "Axes", dots: Sequence[tuple[str, float, float]]) -> None:
     """Dots (name, x, y) on axes with set limits, and a legend of all names below. Those that touch are nested rings."""
     at = [axes.transData.transform((x, y)) * 72 / figure.dpi for _, x, y in dots]
     for number, (name, x, y) in enumerate(dots):

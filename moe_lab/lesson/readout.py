@@ -3,8 +3,6 @@
 Nothing is compiled for it.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -360,7 +358,7 @@ _LOOKS = {
 }  # fmt: skip
 
 
-def draw_trials(trials: Sequence[Trial], setting: Setting) -> Figure:
+def draw_trials(trials: "Sequence[Trial]", setting: "Setting") -> Figure:
     """What was tried for one setting, numbered by its place among all: least times, and speeds measured."""
     wanted = (setting.device, f"case {setting.case}", setting.routing)
     mine = [(n, each) for n, each in enumerate(trials, 1) if (each.device, each.case, each.routing) == wanted]

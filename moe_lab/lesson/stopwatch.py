@@ -4,8 +4,6 @@ A GPU runs the contest's case; a CPU would need hours for it, so it runs a small
 say nothing about a card. The submission runs as it is, without the judge's sandbox: it is for your own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ They are controls and wiring: what they answer is in :mod:`moe_lab.lesson.explor
 :mod:`moe_lab.lesson.readout`.
 """
 
-from __future__ import annotations
-
 import functools
 import html
 import io

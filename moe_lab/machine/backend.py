@@ -2,8 +2,6 @@
 neither (``cpu``) runs the same submissions. torch and TileLang are imported when they are first needed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

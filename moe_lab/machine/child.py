@@ -5,8 +5,6 @@ The process starts with the first request and stays warm, in a session and a fol
 next request starts a new one. Requests and answers are JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -7,8 +7,6 @@ name when it is used, not when it is imported: a file may pick its kernel by dev
 goes wrong between threads (a missing barrier) cannot show.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

@@ -3,8 +3,6 @@ with a source, of one of three kinds: "specification" (a vendor's paper, or read
 that device by a plain large matmul or copy: a roof) and "observed" (on a slice of a card, or by one kernel: no roof).
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -74,13 +72,13 @@ class _Row:
 class _Limit:
     """A hard limit of a device, read like an attribute: where sources disagree, the smaller number is safe."""
 
-    def __init__(self, instead: int | _Limit | None = None) -> None:
+    def __init__(self, instead: "int | _Limit | None" = None) -> None:
         self.instead = instead  # where no source says
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.quantity: Quantity = name  # type: ignore[assignment]
 
-    def __get__(self, device: Device, owner: type) -> int:
+    def __get__(self, device: "Device", owner: type) -> int:
         if figure := device.figure(self.quantity):
             return int(figure.low)
         if self.instead is not None:

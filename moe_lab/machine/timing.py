@@ -4,8 +4,6 @@ Candidates take turns, forwards and then backwards, so that clocks and heat reac
 call finds its inputs in memory and not in the L2 cache; a CPU's caches are not controlled, and the record says so.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import secrets

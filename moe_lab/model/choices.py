@@ -1,7 +1,5 @@
 """The literals of a submission and the values worth trying in their place."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 GPU. Check a stranger's file against the rules first.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -2,8 +2,6 @@
 counts: rows of padding, which most kernels compute, stand beside it (``padded_flops``) and are never part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Shared memory is predicted as TileLang lays it out for sm_80, byte for byte over
 Hopper alignment and barriers come on top. Registers are a lower bound: nothing for indices and copies in flight.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Shapes: E experts, H hidden, I intermediate, N raw (valid) rows, P padded rows. ``data/README.md`` names the sources.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields

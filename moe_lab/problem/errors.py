@@ -1,7 +1,5 @@
 """Typed errors. Every message says what came, what was expected and usually why."""
 
-from __future__ import annotations
-
 
 class MoeLabError(Exception):
     """Base of every error that moe_lab raises on purpose; its text is meant for the user."""

@@ -4,8 +4,6 @@ Everything is seeded and made on the CPU before it moves to a device, so the sam
 :func:`draw_inputs` draws on the device, where the contest's sizes take milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

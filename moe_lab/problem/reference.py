@@ -1,7 +1,5 @@
 """Readable torch references: the naive layer two ways, and the truth that the fused part is compared with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

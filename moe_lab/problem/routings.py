@@ -3,8 +3,6 @@
 ``data/routings/routings.csv`` records them, so that everybody times and judges the same; a test draws them again.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Literals are found and rewritten by their position in the text, so nothing else of a file ever changes.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import difflib
@@ -47,7 +45,7 @@ class Submission:
     name: str = "submission.py"  # what people call it, usually the file's name
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> Submission:
+    def from_file(cls, path: str | os.PathLike[str]) -> "Submission":
         """Read a file; raises SubmissionError if it is missing, no file, too large, not UTF-8, or empty."""
         path = Path(path)
         try:
@@ -113,7 +111,7 @@ class Submission:
         """Literal values by name."""
         return {name: literal.value for name, literal in self.literals.items()}
 
-    def with_literals(self, **values: LiteralValue) -> Submission:
+    def with_literals(self, **values: LiteralValue) -> "Submission":
         """The same text with other values; raises SubmissionError for another name or another kind of value."""
         unknown = ", ".join(sorted(set(values) - set(self.literals)))
         if unknown:
@@ -130,7 +128,7 @@ class Submission:
                 text = text[: literal.span.start] + repr(value).encode() + text[literal.span.stop :]
         return Submission(text.decode(), self.name)
 
-    def diff(self, other: Submission) -> str:
+    def diff(self, other: "Submission") -> str:
         """Unified diff from this text to the other's; empty if they are equal."""
         ours, theirs = (text.source.splitlines(keepends=True) for text in (self, other))
         lines = difflib.unified_diff(ours, theirs, self.name, other.name)

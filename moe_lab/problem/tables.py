@@ -3,8 +3,6 @@
 ``data/README.md`` is the dictionary: what each column means, its unit, its source and the licence of the facts.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

@@ -3,8 +3,6 @@
 What is wrong is dropped, and a value replaces the best so far only if it is faster beyond the noise.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The machine's roofs, a large dense matmul and a large copy, take turns with them, so they run at the same clocks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -4,8 +4,6 @@ TileLang keeps what it has compiled in a folder. So a kernel is met in three sta
 process that runs it. Two new processes in a row show all three, with a folder that is empty when they begin.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The fused layer for torch users: one call for the fused part, one module for the whole layer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -4,8 +4,6 @@ Copies that a user would make once (weights in another layout or dtype, rows wit
 weight is part of the operator: a peer with no place for it scales the smaller of the hidden and the result, in place.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -3,15 +3,15 @@
 import re
 
 import pytest
+import readme_parts as readme
 
-from moe_lab.lesson import readme
 from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import DataError
 
 
 def test_every_made_part_is_up_to_date():
     text = readme.README.read_text(encoding="utf-8")
-    assert readme.rendered(text) == text, "run python -m moe_lab.lesson.readme"
+    assert readme.rendered(text) == text, "run python tests/lesson/readme_parts.py"
 
 
 def test_the_speed_table_holds_the_medians_of_its_run():

@@ -1,8 +1,6 @@
 """The parts of README.md that are made from data and notebooks, between markers.
 
-``python -m moe_lab.lesson.readme`` writes them anew (part of make notebooks)."""
-
-from __future__ import annotations
+``python tests/lesson/readme_parts.py`` writes them anew (part of make notebooks)."""
 
 import re
 
