@@ -218,12 +218,23 @@ def _explain(exercise: Exercise, got: Observation | Exception, expected: Observa
         return ExerciseError(f"{sentence.rstrip('.')}. This is what comes out if {mistake}.", mistake)
     pairs = zip(got, expected, strict=True)
     asked, value, wanted = next((*each, item) for each, (_, item) in pairs if not _same(each[1], item))
-    sentence = f"{exercise.title}: for {asked} got {_show(value)}, expected {_show(wanted)}"
+    sentence = f"{exercise.title}: got {_show(value)}, {_miss(value, wanted)}"
+    if exercise.kind != "value":
+        sentence = f"{exercise.title}: for {asked} got {_show(value)}, expected {_show(wanted)}"
     if mistake is not None:
         return ExerciseError(f"{sentence}. This is what comes out if {mistake}.", mistake)
     if value is None and exercise.gap.startswith("def "):
         return ExerciseError(f"{sentence}, usually because the function has no return.")
     return ExerciseError(f"{sentence}. It is none of the usual mistakes; the hints below may help.")
+
+
+def _miss(value: Any, wanted: Any) -> str:
+    """What is wrong with a value, without the right one, which is the whole solution."""
+    if isinstance(wanted, tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(wanted):
+            return f"expected {len(wanted)} values"
+        return f"of which {sum(map(_same, value, wanted))} of {len(wanted)} are right"
+    return "expected another one" if type(value) is type(wanted) else f"expected a {type(wanted).__name__}"
 
 
 def predict(key: str, guess: Any) -> None:

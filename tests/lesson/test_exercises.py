@@ -35,7 +35,7 @@ def test_untouched_gap_is_met_kindly(exercise: Exercise, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_usual_mistake_is_named(exercise: Exercise, mistake: str) -> None:
-    with pytest.raises(ExerciseError, match=r"got .*, expected|your code raised|: at `") as caught:
+    with pytest.raises(ExerciseError, match=r"got .*, (expected|of which)|your code raised|: at `") as caught:
         check(exercise.key, exercise.run(exercise.mistakes[mistake]))
     assert caught.value.mistake == mistake
     assert str(caught.value).endswith(f". This is what comes out if {mistake}.")
@@ -61,6 +61,19 @@ def _behaviour(exercise: Exercise, code: str) -> str:
         return repr(exercise.observe(exercise.run(code)))
     except Exception as error:  # noqa: BLE001 -- some mistakes raise
         return repr(error)
+
+
+@pytest.mark.parametrize("exercise", [each for each in EXERCISES.values() if each.kind == "value"], ids=lambda e: e.key)
+def test_a_wrong_value_is_not_answered_with_the_right_one(exercise: Exercise) -> None:
+    right = exercise.run(exercise.solution)
+    wrong = [exercise.run(code) for code in exercise.mistakes.values()]
+    wrong += [None, 0, "", (), "no such thing", (None,) * (len(right) if isinstance(right, tuple) else 3)]
+    for answer in wrong:
+        with pytest.raises(ExerciseError) as caught:
+            check(exercise.key, answer)
+        said = str(caught.value)
+        assert repr(right) not in said
+        assert exercise.solution.partition(" = ")[2] not in said
 
 
 def test_every_other_argument_is_a_named_mistake() -> None:
@@ -128,7 +141,10 @@ def test_an_ellipsis_in_a_right_answer_is_no_gap(capsys: pytest.CaptureFixture[s
         ("padded_offsets", [0, 4, 4, 6], "expected a function"),
         ("route_weights", lambda logits, top_k: (logits, logits), "expected"),
         ("combine", lambda *a: torch.full((3, 2), float("nan")), "expected"),
-        ("raw_argument", 4, "expected 'routed_expert_weights'"),
+        ("raw_argument", 4, "got 4, expected a str. It is none of the usual mistakes"),
+        ("raw_argument", "gate", "got 'gate', expected another one."),
+        ("reads", 2, "got 2, expected 2 values"),
+        ("reads", (2, 7), "got (2, 7), of which 1 of 2 are right"),
         ("raw_argument", None, "none of the usual mistakes"),
         ("bound", lambda *a: (1.0, 2.0), "expected"),
         ("no_such_exercise", 1, "expected one of raw_argument, route_weights"),
