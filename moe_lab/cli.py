@@ -166,6 +166,9 @@ def judge(
     profile: ProfileOption = "contest",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="also write the report here")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="replay a run; fresh by default")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="show every case and open question, and what it printed")
+    ] = False,
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
     step = _step_of(file)
@@ -182,9 +185,9 @@ def judge(
             nonlocal said
             # A sentence may quote a submission's own words, and square brackets are Rich's markup.
             status.update(escape(text))
-            # A log gets one line for each case, a terminal one line that changes.
-            head = text.partition(":")[0].partition(" (")[0]
-            if not console.is_terminal and head != said:
+            # A log gets one line for each case, a terminal one line that changes, and what is certain already.
+            head, certain = text.partition(":")[0].partition(" (")[0], "accepted" in text
+            if head != said and (certain or not console.is_terminal):
                 said = head
                 print(text, file=sys.stderr, flush=True)
 
@@ -196,7 +199,10 @@ def judge(
             raise typer.Exit(_INTERRUPTED) from None
     # Said before it is saved, and saved though it cannot be said: a verdict took a minute, and both may fail.
     try:
-        Console().print(report)
+        Console().print(report.full if full else report)
+    except MoeLabError:
+        print(f"{report.verdict}: {report.sentence}", file=sys.stderr, flush=True)
+        raise
     finally:
         if json_file is not None:
             report.save(json_file)

@@ -3,7 +3,10 @@
 Where none does, the pattern of the wrong rows and columns is described instead.
 """
 
+import functools
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 
 from moe_lab.judge.plan import WEIGHTS
 from moe_lab.judge.session import Made
+from moe_lab.problem.contract import data_dir
 from moe_lab.problem.inputs import Inputs
 from moe_lab.problem.layout import GroupedLayout
 
@@ -107,6 +111,24 @@ def cause_of(history: Sequence[Made]) -> str | None:
         f"less precision than fp16 somewhere: a row is off by up to {result.row_error:.2%} of its norm, where rounding "
         "to fp16 costs 0.04% and one rounding to bf16 0.16%"
     )
+
+
+@functools.cache
+def _remedies() -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = json.loads((data_dir() / "remedies.json").read_text(encoding="utf-8"))
+    return rows
+
+
+def remedy(cause: str, source: str) -> tuple[int | None, str]:
+    """The line of a file that a cause is most likely about, from 1, and what to do there; None and "" if unknown."""
+    row = next((row for row in _remedies() if re.search(row["cause"], cause)), None)
+    if row is None:
+        return None, ""
+    code = [line.partition("#")[0] for line in source.splitlines()]
+    places = [number for number, line in enumerate(code, start=1) if re.search(row["look_at"], line)]
+    # What both stages have stands in their order.
+    place = places[-1 if "stage 2" in cause else 0] if places else None
+    return place, row["do"]
 
 
 def _agreement(answer: torch.Tensor, got: torch.Tensor, same: float = _SAME) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -71,8 +72,11 @@ def judge(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )  # fmt: skip
     start = time.monotonic()
+    read: Submission | None = None
     try:
-        run = _Run(report, say, _read(submission, report), plan)
+        read = _read(submission, report)
+        _parse(read)
+        run = _Run(report, say, read, plan)
         run.judge()
         calls = sum(case.calls for case in report.cases)
         report.verdict = Verdict.ACCEPTED
@@ -82,6 +86,10 @@ def judge(
         )
     except Stopped as stop:
         report.verdict, report.sentence = stop.verdict, stop.sentence
+        report.line, report.remedy = stop.line, stop.remedy
+        if read and stop.line:
+            numbered = list(enumerate(read.source.splitlines(), start=1))
+            report.excerpt = dict(numbered[max(0, stop.line - 3) : stop.line + 2])
     except MoeLabError as error:
         report.sentence = str(error)
     except OSError as error:
@@ -94,7 +102,6 @@ def judge(
         what = f"{type(error).__name__}: {error}"
         report.sentence = f"the judge itself failed, this says nothing about the file: {what}"
     report.seconds = round(time.monotonic() - start, 3)
-    say(f"{report.verdict}: {report.sentence}")
     return report
 
 
@@ -108,23 +115,29 @@ def judge_hash() -> str:
 
 
 def _read(given: Submission | str | os.PathLike[str], report: Report) -> Submission:
-    """The text, if it is Python."""
-    verdict = Verdict.CONTRACT_ERROR
+    """The text, whatever it is."""
     try:
         submission = given if isinstance(given, Submission) else Submission.from_file(given)
         lines = submission.source.count("\n") + 1
         report.submission = SubmissionReport(name=submission.name, sha256=submission.source_hash, lines=lines)
-        verdict = Verdict.COMPILE_ERROR
-        # Deep nesting can parse and still be refused by the compiler.
-        compile(submission.tree, submission.name, "exec", dont_inherit=True)
         return submission
     except (SubmissionError, UnicodeEncodeError) as error:
+        raise Stopped(Verdict.CONTRACT_ERROR, str(error)) from None
+
+
+def _parse(submission: Submission) -> None:
+    try:
+        # Deep nesting can parse and still be refused by the compiler.
+        compile(submission.tree, submission.name, "exec", dont_inherit=True)
+        return
+    except SubmissionError as error:
         said = str(error)
     except SyntaxError as error:
-        said = f"{report.submission.name}, line {error.lineno}: {error.msg}"
+        said = f"{submission.name}, line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
-        said = f"{report.submission.name} cannot be compiled as Python: {error}"
-    raise Stopped(verdict, said)
+        said = f"{submission.name} cannot be compiled as Python: {error}"
+    place = re.search(r", line (\d+)", said)
+    raise Stopped(Verdict.COMPILE_ERROR, said, line=int(place[1]) if place else None)
 
 
 class _Run:
@@ -179,7 +192,8 @@ class _Run:
             first = min(broken, key=lambda finding: rules.RULES[finding.rule_id].kind != "contract")
             where = f"line {first.line}, column {first.column}: " if first.line is not None else ""
             verdict = _KIND_VERDICTS.get(rules.RULES[first.rule_id].kind, Verdict.RULE_VIOLATION)
-            raise Stopped(verdict, where + rules.told(first.message, first.rule_id, len(broken) - 1))
+            said = where + rules.told(first.message, first.rule_id, len(broken) - 1)
+            raise Stopped(verdict, said, line=first.line, remedy=rules.RULES[first.rule_id].fix)
 
     def _find_ruling(self, rule_id: str, what: str) -> None:
         """A ruling of the contest that only running or lowering the file shows: rejected there, said elsewhere."""
@@ -206,6 +220,10 @@ class _Run:
                             self._fit = self._beside.submit(c500_fit, self._submission)
                     ahead.wait(group, self._say)
                     found = check_group(session, group, report.cases)
+                    if found and not problem:
+                        self._say(
+                            f"not accepted, {group.name}: {found.failure.extent}; now the other cases, to tell why"
+                        )
                     problem = problem or found
                     if problem and plan.stop_at_first:
                         break
@@ -218,7 +236,8 @@ class _Run:
             report.timing = [timing_report(name, *times) for name, times in session.times_ms.items()]
         if problem:
             self._explain(problem)
-            raise Stopped(problem.verdict, problem.sentence)
+            line, remedy = diagnose.remedy(problem.failure.cause or "", self._submission.source)
+            raise Stopped(problem.verdict, problem.sentence, line=line, remedy=remedy)
         if session.computed:
             names = ", ".join(sorted(session.computed))
             self._find_ruling("torch-compute", f"torch computed with {names} while run_kernel was called")

@@ -59,11 +59,13 @@ class Limits:
 class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of the judge
     """The submission cannot go on."""
 
-    def __init__(self, verdict: Verdict, sentence: str, *, alive: bool = False) -> None:
+    def __init__(
+        self, verdict: Verdict, sentence: str, *, line: int | None = None, remedy: str = "", alive: bool = False
+    ) -> None:
         # What a submission raises may hold characters that no encoding has.
         self.sentence = sentence.encode("utf-8", "replace").decode()
         super().__init__(self.sentence)
-        self.verdict = verdict
+        self.verdict, self.line, self.remedy = verdict, line, remedy
         self.alive = alive  # whether the worker could take another call, as after an exception
 
 

@@ -15,7 +15,7 @@ from moe_lab.judge.arena import Arena, Edit
 from moe_lab.judge.compare import Comparison, compare
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs, fill_out
 from moe_lab.judge.process import Message, Progress, Stopped, Worker
-from moe_lab.judge.rules import told
+from moe_lab.judge.rules import RULES, told
 from moe_lab.judge.verdict import Verdict
 from moe_lab.problem.errors import BackendError
 from moe_lab.problem.inputs import Inputs
@@ -230,4 +230,5 @@ def _raised(error: Message) -> Stopped:
         when = "while the file was loaded" if error["loading"] else "inside run_kernel"
         what = f"{text}, raised {when}; the contest shows every exception as a wrong answer"
         verdict = Verdict.RUNTIME_ERROR
-    return Stopped(verdict, f"{where}: {what}", alive=error["alive"])
+    fix = RULES[error["rule_id"]].fix if error["rule_id"] else ""
+    return Stopped(verdict, f"{where}: {what}", line=error["line"], remedy=fix, alive=error["alive"])

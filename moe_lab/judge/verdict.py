@@ -67,11 +67,15 @@ class Failure(_Strict):
     pattern: str | None = None  # what the wrong rows and columns have in common
     cause: str | None = None  # the usual mistake whose answer this is, if one fits
 
+    @property
+    def extent(self) -> str:
+        """What is wrong, and in how many rows."""
+        pattern = f": {self.pattern}" if self.pattern else ""
+        return f"{self.what} ({self.wrong_rows} of {self.rows} rows{pattern})" if self.rows else self.what
+
     def __str__(self) -> str:
         """One sentence: what, how many rows, where, which values."""
-        text = self.what
-        if self.rows:
-            text += f" ({self.wrong_rows} of {self.rows} rows{f': {self.pattern}' if self.pattern else ''})"
+        text = self.extent
         if self.padded_row is not None and self.expected is not None:
             raw = "" if self.raw_row is None else f", raw row {self.raw_row}"
             got = "not a finite number" if self.got is None else f"{self.got:.6g}"
@@ -138,6 +142,9 @@ class Report(_Strict):
     schema_version: int = 1  # raised when a field changes its meaning
     verdict: Verdict
     sentence: str  # the verdict in one sentence, with what to do about it
+    line: int | None = None  # of the file, from 1: what the verdict is about, as far as the judge can tell
+    excerpt: dict[int, str] = Field(default_factory=dict)  # that line and two around it, by number
+    remedy: str = ""  # what to do there
     profile: Profile
     submission: SubmissionReport
     judge_sha256: str  # of the judge's own sources
@@ -178,45 +185,91 @@ class Report(_Strict):
         return write_atomic(path, self.to_json().encode())
 
     def __rich__(self) -> RenderableType:
-        """What ``rich`` prints."""
-        return Group(*_parts(self))
+        """What ``rich`` prints: the card, and how to see the rest."""
+        more = [Text("--full shows every case, every open question and what was printed", style="dim")]
+        return Group(*_card(self), *(more if self.cases else []))
+
+    @property
+    def full(self) -> RenderableType:
+        """The card and all details."""
+        return Group(*_card(self), *_details(self))
 
     def render(self, width: int = 120) -> str:
-        """The report as plain text, in lines of at most ``width`` columns, which must be at least 60."""
-        return self._printed(width).export_text()
+        """The whole report as plain text, in lines of at most ``width`` columns, which must be at least 60."""
+        return _recorded(self.full, width).export_text()
 
     __str__ = render
 
     def _repr_html_(self) -> str:
+        """The card, whose lines the page wraps, and the details folded."""
         colour = "#1b7837" if self.accepted else "#b2182b"
-        text = '<pre style="white-space: pre; font-family: monospace; line-height: 1.3">{code}</pre>'
-        shown = self._printed(100).export_html(inline_styles=True, code_format=text)
-        return f'<div style="border-left: 4px solid {colour}; padding-left: 8px">{shown}</div>'
+        pre = '<pre style="font-family: monospace; line-height: 1.3; {}">{{code}}</pre>'
+        wrap, scroll = pre.format("white-space: pre-wrap; margin: 0"), pre.format("overflow-x: auto")
+        card = _recorded(Group(*_card(self)), 4000).export_html(inline_styles=True, code_format=wrap)
+        details = _recorded(Group(*_details(self)), 100).export_html(inline_styles=True, code_format=scroll)
+        folded = f"<details><summary>every case and open question</summary>{details}</details>" if self.cases else ""
+        return f'<div style="border-left: 4px solid {colour}; padding-left: 8px">{card}{folded}</div>'
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # What IPython shows in a terminal, and a notebook where HTML is not drawn.
-        printer.text(self.render(100))
-
-    def _printed(self, width: int) -> Console:
-        # Within Jupyter a console would show its text there and leave the file empty.
-        console = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None, record=True)
-        console.print(self)
-        return console
+        printer.text(_recorded(Group(*_card(self)), 100).export_text().rstrip())
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
-    """The report from top to bottom."""
-    yield Text.assemble((str(report.verdict), _style(report.accepted)), f"  {report.sentence}")
+def _recorded(what: RenderableType, width: int) -> Console:
+    # Within Jupyter a console would show its text there and leave the file empty.
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None, record=True)
+    console.print(what)
+    return console
+
+
+def _card(report: Report) -> Iterator[RenderableType]:
+    """The verdict, its cause, the author's line and what to do; for an accepted file what is good to know."""
+    failed = next((case for case in report.cases if case.failure), None)
+    said, cause = report.sentence, None
+    if failed and failed.failure and report.verdict is Verdict.WRONG_ANSWER:
+        said, cause = f"{failed.name}, call {failed.failure.call + 1}: {failed.failure.extent}", failed.failure.cause
+    yield Text.assemble((str(report.verdict), _style(report.accepted)), f"  {said}")
+    if cause:
+        yield Text.assemble("Likely cause: ", (cause, "bold"))
+    if report.excerpt:
+        yield Text(f"Look at line {report.line} of {report.submission.name}:")
+        yield from (
+            Text(f"{number:5} {'>' if number == report.line else ' '} {line}", style="bold" * (number == report.line))
+            for number, line in report.excerpt.items()
+        )
+    if report.remedy:
+        yield Text(f"What to do: {report.remedy}")
+    shown = "advice" if report.accepted else "violation"
+    yield from (Text(line) for line in _findings(report) if line.startswith(shown))
+    if not report.cases and report.verdict in (Verdict.RULE_VIOLATION, Verdict.CONTRACT_ERROR, Verdict.COMPILE_ERROR):
+        yield Text("Nothing of it was run.")
+    if report.variants:
+        answers = {True: "right", False: "not right", None: "not tried"}
+        found = {word: [each.name for each in report.variants if each.robust is key] for key, word in answers.items()}
+        yield Text("Open questions: " + "; ".join(f"{word}: {', '.join(n)}" for word, n in found.items() if n))
+    yield from (Text(f"C500 fit: {line}") for line in report.fit)
+    for row in report.timing:
+        yield Text(
+            f"{row.case}: {row.median_ms:.3f} ms (95% {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
+            f"{row.baseline_ms:.3f} ms, {row.samples} calls in turns on {report.device}"
+        )
+    if report.score is not None:
+        yield Text(f"score from these times: {report.score:.2f}")
+    if report.accepted:
+        yield from _not_measured(report)
     file = report.submission
     run = f"{file.name}  sha256 {(file.sha256 or 'none')[:12]}  profile {report.profile}  {report.device}"
     yield Text(f"{run}  seed {report.seed}  {report.seconds:.1f} s", style="dim")
-    failure = report.first_failure
-    if failure and str(failure) not in report.sentence:
-        yield Text(f"first failure: {failure}" + (f"; likely cause: {failure.cause}" if failure.cause else ""))
-    yield from map(Text, _findings(report))
+
+
+def _details(report: Report) -> Iterator[RenderableType]:
+    """Every case and open question, advice to a refused file, and what it printed."""
+    if (failure := report.first_failure) and report.verdict is Verdict.WRONG_ANSWER:
+        yield Text(f"first failure: {failure}")
+    if not report.accepted:
+        yield from _not_measured(report)
+        yield from (Text(line) for line in _findings(report) if line.startswith("advice"))
     if report.cases:
-        if all(finding.level == "advice" for finding in report.findings):
-            yield Text("rules and signature: ok")
         yield _case_table(report.cases)
         yield Text(
             "0.05: largest error as a part of what the contest's tolerance allows; fp16: as a part of what rounding to "
@@ -229,18 +282,13 @@ def _parts(report: Report) -> Iterator[RenderableType]:
             table.add_row(variant.name, {True: "yes", False: "no", None: "?"}[variant.robust], variant.sentence)
         yield table
         yield Text("Open questions of the contract are no part of the verdict.", style="dim")
-    yield from (Text(f"C500 fit: {line}") for line in report.fit)
-    for row in report.timing:
-        yield Text(
-            f"{row.case}: {row.median_ms:.3f} ms (95% {row.low_ms:.3f} to {row.high_ms:.3f}), baseline "
-            f"{row.baseline_ms:.3f} ms, {row.samples} calls in turns on {report.device}"
-        )
-    if report.score is not None:
-        yield Text(f"score from these times: {report.score:.2f}")
-    if report.not_measured:
-        yield Text(f"not measured here: {'; '.join(report.not_measured)}", style="dim")
     if report.log and not report.accepted:
         yield Text("last lines of its output:\n" + "\n".join(report.log.rstrip().splitlines()[-12:]))
+
+
+def _not_measured(report: Report) -> list[RenderableType]:
+    said = f"Not measured here: {'; '.join(report.not_measured)}"
+    return [Text(said, style="dim")] if report.not_measured else []
 
 
 def _findings(report: Report) -> Iterator[str]:
@@ -259,17 +307,19 @@ def _findings(report: Report) -> Iterator[str]:
 
 def _case_table(cases: list[CaseReport]) -> Table:
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("calls", "0.05", "fp16"))
-    table = _table(Column("case", no_wrap=True), Column("E, H, I", no_wrap=True), *numbers, "padding", "result")
-    for case in cases:
+    table = _table("case", "E, H, I", *numbers, "padding", "result")
+    # They run in an order of their own each time.
+    for case in sorted(cases, key=lambda case: case.name):
         wrong = [text for text in (case.guards, case.inputs) if text not in ("intact", "unchanged")]
         result = "pass" if case.passed else ": ".join(["FAIL", *wrong]) if case.calls else "no answer"
-        ratios = (
-            "NaN/Inf" if ratio is None else f"{ratio:.3f}" if ratio < 100 else f"{ratio:.1e}"
-            for ratio in (case.judge_ratio, case.strict_ratio)
-        )  # fmt: skip
+        figures = [*map(_ratio, (case.judge_ratio, case.strict_ratio)), case.padding] if case.calls else ["-"] * 3
         shape = f"{case.num_experts}, {case.hidden}, {case.intermediate}"
-        table.add_row(case.name, shape, str(case.calls), *ratios, case.padding, Text(result, _style(case.passed)))
+        table.add_row(case.name, shape, str(case.calls), *figures, Text(result, _style(case.passed)))
     return table
+
+
+def _ratio(ratio: float | None) -> str:
+    return "NaN/Inf" if ratio is None else f"{ratio:.3f}" if ratio < 100 else f"{ratio:.1e}"
 
 
 def _table(*columns: Column | str) -> Table:

@@ -223,11 +223,11 @@ def test_reports_are_strict_json_and_validated(tmp_path: Path) -> None:
 
 def test_the_report_says_what_matters_in_text_and_html(monkeypatch: pytest.MonkeyPatch) -> None:
     report = judge(Path("/nonexistent/submission.py"))
-    report.verdict, report.sentence = Verdict.WRONG_ANSWER, "it is <wrong>"
+    report.verdict, report.sentence = Verdict.WRONG_ANSWER, "it is wrong"
     report.findings = [FindingReport(rule_id="async-copy", level="advice", message="careful", line=3, column=1)]
     failure = Failure(
         call=1, what="valid rows are wrong", expert=2, row_in_group=3, column=4, block=5, padded_row=6, raw_row=7,
-        got=1.5, expected=2.5, wrong_rows=8, rows=9, pattern="exactly the last row", cause="SiLU is missing",
+        got=1.5, expected=2.5, wrong_rows=8, rows=9, pattern="exactly the last row", cause="SiLU is <missing>",
     )  # fmt: skip
     report.cases = [
         CaseReport(name="one", num_experts=1, hidden=2, intermediate=3, sizes=(1,), values=(), failure=failure, calls=2)
@@ -237,23 +237,23 @@ def test_the_report_says_what_matters_in_text_and_html(monkeypatch: pytest.Monke
     text = report.render()
     for part in (
         "expert 2, row 3 of its group", "padded row 6, raw row 7", "column 4, block 5", "got 1.5, expected 2.5",
-        "8 of 9 rows: exactly the last row", "likely cause: SiLU is missing", "advice async-copy: line 3",
-        "a variant", "not measured here: speed (no GPU)",
+        "8 of 9 rows: exactly the last row", "Likely cause: SiLU is <missing>", "advice async-copy: line 3",
+        "a variant", "Not measured here: speed (no GPU)",
     ):  # fmt: skip
         assert part in " ".join(text.split()), part
     assert max(map(len, text.splitlines())) <= 120
-    assert "it is &lt;wrong&gt;" in report._repr_html_()
+    assert "SiLU is &lt;missing&gt;" in report._repr_html_()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert pretty(report) == report.render(100)
+    assert report.render(100).startswith(pretty(report))
     assert report.render() == text, "in a notebook the text would go to the page and leave the box empty"
-    assert "it is &lt;wrong&gt;" in report._repr_html_()
+    assert "SiLU is &lt;missing&gt;" in report._repr_html_()
 
 
-def test_progress_starts_at_once_and_ends_with_the_verdict() -> None:
+def test_progress_starts_at_once_and_leaves_the_verdict_to_the_report() -> None:
     said: list[str] = []
     judge(EXPLOITS / "mistake_no_entry.py", progress=said.append)
     assert said[0] == "reading mistake_no_entry.py"
-    assert said[-1].startswith("contract_error: ")
+    assert not any("contract_error" in text for text in said)
 
 
 def test_torch_that_computes_is_said_and_not_rejected_under_the_open_profile() -> None:
