@@ -4,6 +4,7 @@ Requests and answers are JSON, one datagram each. Nothing that the submission pr
 repeats a number that was drawn for its request, so it can be neither prepared nor replayed.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Any
 import psutil
 
 from moe_lab.judge.verdict import Verdict
+from moe_lab.machine import backend
 
 Message = dict[str, Any]
 Progress = Callable[[str], None]
@@ -33,6 +36,7 @@ _RUN_VARIABLE = "MOE_LAB_JUDGE_RUN"
 _MESSAGE_BYTES = 1 << 20
 _HEAD_BYTES, _TAIL_BYTES = 2_000, 6_000  # of what a submission prints
 _TICK_S = 0.5
+_END_S = 5.0  # until a process that was killed, or closed its channel, is gone
 _SIGNALS = {
     "SIGSEGV": "usually a kernel that reads or writes outside its tensors",
     "SIGBUS": "usually a kernel that reads or writes outside its tensors",
@@ -69,6 +73,91 @@ class Stopped(Exception):  # noqa: N818 - an outcome, never seen by callers of t
         self.alive = alive  # whether the worker could take another call, as after an exception
 
 
+class _Forked:
+    """A worker that :class:`_Parent` has forked, as far as the judge needs to know it."""
+
+    def __init__(self, news: socket.socket) -> None:
+        self._news, self._lock, self._number = news, threading.Lock(), 0
+
+    def _hear(self) -> int | None:
+        self._news.settimeout(_END_S)
+        with contextlib.suppress(OSError):
+            return int(said) if (said := self._news.recv(32)) else None
+        return None
+
+    def number(self) -> int | None:
+        """Its process number; None if it has not come to life."""
+        with self._lock:
+            self._number = self._number or self._hear() or 0
+            return self._number or None
+
+    def ended(self) -> int | None:
+        """Its exit code, negative for a signal; None if nobody knows."""
+        return self._hear() if self.number() else None
+
+    def kill(self) -> None:
+        """End it with its session; one that was never born finds its judge gone."""
+        if number := self.number():
+            for end in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    end(number, signal.SIGKILL)
+
+
+class _Parent:
+    """A process of ours that has imported torch and TileLang; each fork of it is a worker."""
+
+    _lock = threading.Lock()
+    _running: "_Parent | None" = None
+
+    def __init__(self, environment: dict[str, str], output: int) -> None:
+        self.environment, self._folder = environment, tempfile.TemporaryDirectory(prefix="moe_lab_")
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        checkout = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
+        # The run's token and its folder are written over these.
+        room = {_RUN_VARIABLE: "-" * 32, "TMPDIR": self._folder.name, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
+        threads = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno()), backend.detect().torch_device],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self._folder.name,
+                env=environment | room | threads, pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+
+    @classmethod
+    def now(cls, output: int) -> "_Parent":
+        """The one for today's environment; ``output`` hears why a new one cannot start."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        with cls._lock:
+            if cls._running and (cls._running.environment != environment or cls._running._process.poll() is not None):
+                cls._running.close()
+                cls._running = None
+            cls._running = cls._running or cls(environment, output)
+            return cls._running
+
+    def fork(self, judge: socket.socket, output: int, **request: Any) -> _Forked:
+        """A new worker that answers the judge."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(OSError):  # who is gone shows in the first answer
+            descriptors = [judge.fileno(), output, theirs.fileno()]
+            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+        return _Forked(ours)
+
+    def close(self) -> None:
+        """End it, and with it the workers that run."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+@atexit.register
+def _close() -> None:
+    if _Parent._running:
+        _Parent._running.close()
+
+
 class Worker:
     """One worker process, whose :meth:`end` leaves nothing behind; ``say`` hears what it does, twice a second."""
 
@@ -77,29 +166,20 @@ class Worker:
         self.strangers: list[str] = []  # processes that ran beside it at the end; they were ended too
         self._limits, self._say, self._doing = limits, say, ""
         self._token = secrets.token_hex(16)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Forked | None = None
 
     def start(self) -> Path:
         """Start the process; its private folder, in which it has one of its own for temporary files."""
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lab_", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        own = folder / "cwd"
+        own = Path(self._folder.name) / "cwd"
         own.mkdir()
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        environment |= {_RUN_VARIABLE: self._token, "PYTHONUNBUFFERED": "1", "TMPDIR": str(own)}
-        # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        checkout = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
         self._output = os.memfd_create("output")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd=own, env=environment,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
-        return folder
+            self._process = _Parent.now(self._output).fork(
+                theirs, self._output, folder=str(own), environment={_RUN_VARIABLE: self._token, "TMPDIR": str(own)}
+            )
+        return own.parent
 
     def end(self) -> None:
         """End the worker, its session, and whatever left that session but not its environment; remove its folder."""
@@ -107,14 +187,13 @@ class Worker:
             return
         left: dict[psutil.Process, str] = {}
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
+            number = self._process.number()
+            for child in psutil.Process(number).children(recursive=True) if number else ():
                 # One that only waits to be reaped does not run.
                 if child.status() != psutil.STATUS_ZOMBIE:
                     left[child] = child.name()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait()
+        self._process.ended()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(_RUN_VARIABLE) == self._token:
@@ -173,13 +252,11 @@ class Worker:
         raise Stopped(Verdict.RULE_VIOLATION, f"{what}; results are only read from out")
 
     def _ended(self) -> Stopped:
-        assert self._process is not None
-        code: int | str = "channel closed"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=5)
-        if isinstance(code, int) and code < 0:
+        code = self._process.ended() if self._process else None
+        if code is not None and code < 0:
             name = signal.Signals(-code).name
             usual = _SIGNALS.get(name, "which it sent itself or got from a library")
             return Stopped(Verdict.RUNTIME_ERROR, f"the process died of {name} while {self._doing}, {usual}")
-        what = f"the process ended itself with exit code {code} while {self._doing}"
+        how = "its channel closed" if code is None else f"exit code {code}"
+        what = f"the process ended itself with {how} while {self._doing}"
         return Stopped(Verdict.RUNTIME_ERROR, f"{what}, expected run_kernel to return")

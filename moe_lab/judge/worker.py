@@ -1,23 +1,26 @@
 """The process that loads and calls a submission. It holds the inputs of a call and never the truth.
 
-Started by :mod:`moe_lab.judge.process` as ``python -m moe_lab.judge.worker FD``. Nothing it says can turn a wrong
-answer into a right one: the judge compares the bytes of ``out`` and of the inputs itself.
+:mod:`moe_lab.judge.process` starts ``python -m moe_lab.judge.worker FD DEVICE``, which imports torch and TileLang once
+and is forked for each worker. Nothing that a worker says can turn a wrong answer into a right one: the judge compares
+the bytes of ``out`` and of the inputs itself.
 """
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +35,8 @@ from moe_lab.problem.errors import BackendError, MoeLabError
 from moe_lab.problem.submission import Submission
 from moe_lab.steps import step
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.getenv.restype = ctypes.c_void_p
 _PR_SET_PDEATHSIG = 1
 #: More than a request of the judge holds.
 _REQUEST_BYTES = 1 << 20
@@ -301,7 +306,7 @@ def _limit(kind: int, amount: int, what: str = "") -> None:
     resource.setrlimit(kind, (amount, amount))
 
 
-def serve(judge: socket.socket) -> None:
+def serve(judge: socket.socket) -> NoReturn:
     """Answer one judge, one datagram a message, then end without running what the submission left behind."""
     session, owner = _Session(), os.getpid()
     while request := judge.recv(_REQUEST_BYTES):
@@ -315,9 +320,68 @@ def serve(judge: socket.socket) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    # If the judge is killed, nobody would end this process: ask the kernel to.
+def breed(requests: socket.socket, device: str) -> None:
+    """Import what submissions need, then make a worker by a fork for each request, until the judge is gone.
+
+    A request has the worker's folder and environment, and three descriptors: its judge, its output and where its number
+    and its end are to be said.
+    """
+    # What a machine lacks is said by the worker that needs it. A fork of a process that has used a GPU could not.
+    with contextlib.suppress(MoeLabError, ImportError):
+        if device == "cpu":
+            backend.prepare()
+        else:
+            importlib.import_module("tilelang")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            try:
+                requests.close()
+                judge, output, news = descriptors
+                _guard(judge, output, news, **json.loads(request))
+            except BaseException:  # noqa: BLE001 - nothing of the parent may run in its children
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _guard(judge: int, output: int, news: int, folder: str, environment: dict[str, str]) -> NoReturn:
+    """Start a worker, say its number and, once it has ended, how: only a parent hears that."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _end_with_parent()
+    worker = os.fork()
+    with socket.socket(fileno=news) as told:
+        if worker:
+            os.close(judge)
+            told.send(str(worker).encode())
+            told.send(str(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])).encode())
+            os._exit(0)
+    _end_with_parent()
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(folder)
+    for name, value in environment.items():
+        # A mark of the run also in place, where /proc shows it: processes are found by it, however they were started.
+        if (address := _LIBC.getenv(name.encode())) and len(ctypes.string_at(address)) == len(value):
+            ctypes.memmove(address, value.encode(), len(value))
+        os.environ[name] = value
+    tempfile.tempdir = None
+    serve(socket.socket(fileno=judge))
+
+
+def _end_with_parent() -> None:
+    """If the judge is killed, nobody would end this process: ask the kernel to."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    breed(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

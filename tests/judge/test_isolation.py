@@ -126,8 +126,14 @@ def start_judge(folder: Path) -> tuple[subprocess.Popen[str], int]:
     for line in process.stdout:
         if "call 1" in line:
             break
-    (worker,) = psutil.Process(process.pid).children()
-    return process, worker.pid
+    return process, worker_of(process.pid)
+
+
+def worker_of(judge: int) -> int:
+    """The innermost of the judge's processes: a parent that forks, one that waits, and the worker."""
+    *_, worker = psutil.Process(judge).children(recursive=True)
+    assert len(psutil.Process(judge).children(recursive=True)) == 3
+    return worker.pid
 
 
 def gone(pid: int) -> bool:
@@ -172,13 +178,13 @@ def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, c
     for line in process.stderr:
         if "call 1" in line:
             break
-    (worker,) = psutil.Process(process.pid).children()
+    worker = worker_of(process.pid)
     assert list(folder.iterdir())
     process.send_signal(number)
     rest = process.stderr.read()
     assert process.wait(timeout=30) == code
     assert "Traceback" not in rest
-    assert gone(worker.pid)
+    assert gone(worker)
     assert list(folder.iterdir()) == []
 
 
