@@ -186,7 +186,7 @@ class Report(_Strict):
 
     def __rich__(self) -> RenderableType:
         """What ``rich`` prints: the card, and how to see the rest."""
-        more = [Text("--full shows every case, every open question and what was printed", style="dim")]
+        more = [Text("--full shows every case and open question, and what it printed", style="dim")]
         return Group(*_card(self), *(more if self.cases else []))
 
     @property

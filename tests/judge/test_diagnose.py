@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from moe_lab.judge.compare import compare
-from moe_lab.judge.diagnose import cause_of, pattern_of
+from moe_lab.judge.diagnose import cause_of, pattern_of, remedy
 from moe_lab.judge.plan import Call
 from moe_lab.judge.session import Made
 from moe_lab.problem.contract import Case
 from moe_lab.problem.inputs import Inputs, make_inputs
 from moe_lab.problem.reference import fused_truth
+from moe_lab.steps import step
 
 SIZES = (17, 0, 130, 3, 128)
 CASE = Case("small", 5, 128, 192, sum(SIZES))
@@ -101,6 +102,37 @@ MISTAKES: dict[str, Callable[[Inputs], torch.Tensor]] = {
 def test_formulas_indices_and_sums(says: str) -> None:
     inputs = inputs_of()
     assert says in str(cause_of([made_of(inputs, MISTAKES[says](inputs))]))
+
+
+@pytest.mark.parametrize(
+    ("cause", "line", "do"),
+    [
+        (
+            "the route weight is read at the padded row; it lives at the raw row",
+            "routed_expert_weights[",
+            "the raw row",
+        ),
+        ("the next expert's gate_w is used", "group_idx_for_bx[", "group_idx_for_bx[bx]"),
+        ("gate and up are swapped: silu belongs to the gate", "T.exp2(", "gate * sigmoid(gate) * up"),
+        ("exp2 is used without the factor log2(e) = 1.44269504", "T.exp2(", "1.44269504"),
+        ("the last 64 of intermediate are missing from the sum of stage 2", "T.Pipelined(", "the loop over K"),
+        ("down_w is read transposed: it is (E, hidden, intermediate)", "T.gemm(", "transpose_B"),
+        ("padding rows are written: the store is not masked with actual_rows", "out[block_start", "T.if_then_else"),
+        ("not written, out still holds what it held before the call", "out[block_start", "valid rows"),
+    ],
+)
+def test_a_cause_leads_to_a_line_and_a_remedy(cause: str, line: str, do: str) -> None:
+    source = step("s0").source
+    number, said = remedy(cause, source)
+    assert number is not None
+    assert line in source.splitlines()[number - 1]
+    assert do in said
+
+
+def test_every_mistake_has_a_remedy_and_an_unknown_cause_has_none() -> None:
+    assert all(remedy(says, "")[1] for says in MISTAKES)
+    assert remedy("something else", step("s0").source) == (None, "")
+    assert remedy("SiLU is missing", "def run_kernel(): pass")[0] is None
 
 
 def test_a_workspace_that_is_not_written_anew() -> None:

@@ -56,7 +56,7 @@ def test_a_hopper_step_is_told_in_one_sentence_why_it_cannot_be_counted() -> Non
     )
     assert report.not_measured[0] == sentence
     text = " ".join(report.render().split())
-    assert f"not measured here: {sentence}; speed (no GPU);" in text
+    assert f"Not measured here: {sentence}; speed (no GPU);" in text
     assert "Check failed" not in text
     # What the compiler said stays in the JSON, in full and once.
     (message,) = Report.model_validate_json(report.to_json()).compiler_messages

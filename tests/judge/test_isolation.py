@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from moe_lab.judge import Verdict, judge
+from moe_lab.judge import Verdict, judge, process
 from moe_lab.judge.arena import Arena, tensors_in
 from moe_lab.judge.plan import Call, Group, Plan
 from moe_lab.problem.contract import ARGUMENTS, Case
@@ -195,6 +195,35 @@ def test_the_worker_ends_with_a_killed_judge(tmp_path: Path) -> None:
     process.wait(timeout=30)
     assert gone(worker)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 1 << 20
+
+
+def test_workers_share_a_parent_until_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan((Group("one row", 64, 32, (Call((1, 0), 1),)),), sandboxed=False, variants=False, fit=False)
+    text = f"import os\nprint('seen', os.getppid() != 1, os.environ.get('MOE_LAB_TEST'))\n{SIGNATURE}    pass\n"
+
+    def parent() -> int:
+        report = judge(Submission(text), plan=plan)
+        assert report.log == f"seen True {os.environ.get('MOE_LAB_TEST')}\n"
+        running = process._Parent._running
+        assert running is not None
+        return running._process.pid
+
+    first = parent()
+    assert parent() == first
+    os.kill(first, signal.SIGKILL)
+    assert gone(first)
+    second = parent()
+    assert second != first
+    monkeypatch.setenv("MOE_LAB_TEST", "another")
+    assert parent() not in (first, second)
+    assert gone(second)
+
+
+def test_a_worker_that_kills_its_parents_is_a_runtime_error() -> None:
+    text = f"import os\n{SIGNATURE}    os.kill(os.getppid(), 9)\n    while True:\n        pass\n"
+    plan = Plan((Group("one row", 64, 32, (Call((1, 0), 1),)),), sandboxed=False, variants=False, fit=False)
+    report = judge(Submission(text), plan=plan)
+    assert report.verdict is Verdict.RUNTIME_ERROR, report.sentence
 
 
 def test_the_worker_never_imports_the_truth() -> None:

@@ -1,6 +1,7 @@
 """The judge from outside: broken files, reports, replay, exit codes, and failures of the judge itself."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from IPython.lib.pretty import pretty
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moe_lab import cli
 from moe_lab.judge import Report, Verdict, judge
 from moe_lab.judge import local as judging
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs, contest_groups, default_plan, state_group
+from moe_lab.judge.rules import RULES
 from moe_lab.judge.verdict import CaseReport, Failure, FindingReport, VariantReport
 from moe_lab.problem.contract import CASES
 from moe_lab.problem.errors import SubmissionError
@@ -272,6 +275,38 @@ def test_text_that_cannot_be_written_is_said_all_the_same(tmp_path: Path) -> Non
     for report in (raised, missing):
         assert Report.model_validate_json(report.to_json()) == report
         report.render().encode()
+
+
+def test_a_wrong_answer_says_cause_and_line_first_on_a_narrow_screen() -> None:
+    right = step("s0").source
+    wrong = right.replace("raw_start = group_offsets[expert]", "raw_start = group_padded_offsets[expert]")
+    report = judge(Submission(wrong, "wrong.py"), seed=1, plan=small_plan())
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(report)
+    lines = console.file.getvalue().splitlines()
+    place = next(number for number, line in enumerate(wrong.splitlines(), 1) if "routed_expert_weights[" in line)
+    first = " ".join(" ".join(lines[:6]).split())
+    assert lines[0].startswith("wrong_answer  uneven groups, call 1: ")
+    assert "Likely cause: the route weight is read at the padded row" in first
+    assert f"Look at line {place} of wrong.py:" in first
+    assert list(report.excerpt) == [*range(place - 2, place + 3)]
+    assert report.excerpt[place] == wrong.splitlines()[place - 1]
+    assert max(map(len, lines)) <= 80
+    assert "E, H, I" not in "".join(lines)
+    assert "<details>" in report._repr_html_()
+
+
+def test_a_refused_file_shows_its_line_and_that_it_was_not_run() -> None:
+    source = f"import os\n\n\n{SIGNATURE}    out[0] ==== 1\n"
+    report = judge(Submission(source, "bad.py"))
+    assert (report.line, report.excerpt) == (
+        6,
+        {4: source.splitlines()[3], 5: source.splitlines()[4], 6: "    out[0] ==== 1"},
+    )
+    report = judge(Submission(source.replace(" ==== ", " = "), "bad.py"))
+    assert report.line == 1
+    assert report.remedy == RULES["import-root"].fix
+    assert "Nothing of it was run." in report.render()
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
