@@ -171,6 +171,8 @@ def judge(
     ] = False,
 ) -> None:
     """Judge a submission: rules, contract, every row of every structural case. Exit code 0 only if accepted."""
+    from moe_lab.judge import process
+
     step = _step_of(file)
     got = f"{file}, a folder, a device or a pipe" if os.path.exists(file) else f"no file {file}"
     _expect(step or os.path.isfile(file), f"got {got}, expected a Python file with run_kernel")
@@ -192,6 +194,7 @@ def judge(
                 print(text, file=sys.stderr, flush=True)
 
         progress("starting the judge")
+        process.warm_up()  # while the judge itself is imported
         try:
             report = judging.judge(step or file, profile=profile, seed=seed, progress=progress)
         except KeyboardInterrupt:

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 
 from moe_lab.judge.verdict import Verdict
-from moe_lab.machine import backend
 
 Message = dict[str, Any]
 Progress = Callable[[str], None]
@@ -109,31 +108,34 @@ class _Parent:
     _lock = threading.Lock()
     _running: "_Parent | None" = None
 
-    def __init__(self, environment: dict[str, str], output: int) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.environment, self._folder = environment, tempfile.TemporaryDirectory(prefix="moe_lab_")
+        self.output = os.memfd_create("output")
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         checkout = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
         # The run's token and its folder are written over these.
         room = {_RUN_VARIABLE: "-" * 32, "TMPDIR": self._folder.name, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        # To ask for a GPU must not open it: no fork could use it then.
+        room["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         # Torch only fills buffers there; threads that spin on a shared machine cost more than they bring.
         threads = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno()), backend.detect().torch_device],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self._folder.name,
+                [sys.executable, "-m", "moe_lab.judge.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT, cwd=self._folder.name,
                 env=environment | room | threads, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
 
     @classmethod
-    def now(cls, output: int) -> "_Parent":
-        """The one for today's environment; ``output`` hears why a new one cannot start."""
+    def now(cls) -> "_Parent":
+        """The one for today's environment."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         with cls._lock:
             if cls._running and (cls._running.environment != environment or cls._running._process.poll() is not None):
                 cls._running.close()
                 cls._running = None
-            cls._running = cls._running or cls(environment, output)
+            cls._running = cls._running or cls(environment)
             return cls._running
 
     def fork(self, judge: socket.socket, output: int, **request: Any) -> _Forked:
@@ -150,12 +152,28 @@ class _Parent:
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
+        os.close(self.output)
+
+
+def warm_up() -> None:
+    """Begin to import what a worker needs, for a judge that has other things to do first."""
+    _Parent.now()
 
 
 @atexit.register
 def _close() -> None:
     if _Parent._running:
         _Parent._running.close()
+
+
+def _text(output: int) -> str:
+    """Head and tail of a file, without control characters."""
+    head, size = os.pread(output, _HEAD_BYTES, 0), os.fstat(output).st_size
+    tail = os.pread(output, _TAIL_BYTES, max(len(head), size - _TAIL_BYTES))
+    left_out = size - len(head) - len(tail)
+    gap = f"\n[{left_out} bytes left out]\n".encode() if left_out > 0 else b""
+    said = (head + gap + tail).decode("utf-8", "replace")
+    return "".join(char for char in said if char.isprintable() or char in "\n\t")
 
 
 class Worker:
@@ -176,7 +194,8 @@ class Worker:
         self._output = os.memfd_create("output")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = _Parent.now(self._output).fork(
+            self._parent = _Parent.now()
+            self._process = self._parent.fork(
                 theirs, self._output, folder=str(own), environment={_RUN_VARIABLE: self._token, "TMPDIR": str(own)}
             )
         return own.parent
@@ -202,12 +221,8 @@ class Worker:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.strangers = list(left.values())
-        head, size = os.pread(self._output, _HEAD_BYTES, 0), os.fstat(self._output).st_size
-        tail = os.pread(self._output, _TAIL_BYTES, max(len(head), size - _TAIL_BYTES))
-        left_out = size - len(head) - len(tail)
-        gap = f"\n[{left_out} bytes left out]\n".encode() if left_out > 0 else b""
-        said = (head + gap + tail).decode("utf-8", "replace")
-        self.log = "".join(char for char in said if char.isprintable() or char in "\n\t")
+        # Why a worker was not even born, its parent has said.
+        self.log = _text(self._output if self._process.number() else self._parent.output)
         os.close(self._output)
         self._socket.close()
         self._folder.cleanup()

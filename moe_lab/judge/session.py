@@ -1,12 +1,14 @@
 """A submission at work: one worker, the calls made in it, and what each call did."""
 
 import errno
+import functools
+import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -25,6 +27,9 @@ from moe_lab.problem.submission import Submission
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 #: Room on the device beside the arguments: what a comparison holds at a time, workspaces, the compiled kernels.
 _DEVICE_SPARE_BYTES = 3 << 30
+
+
+_Problem: TypeAlias = tuple[Call, Inputs, torch.Tensor]  # with the truth, (N, H) fp32
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Session:
         #: Operations by which torch computed what belongs in a kernel, of every call so far; only under the sandbox.
         self.computed: set[str] = set()
         self._submission, self._device = submission, device
+        self._thread = ThreadPoolExecutor(1)
+        self._begun: dict[str, Callable[[], _Problem]] = {}  # first calls of groups to come, by name
 
     def __enter__(self) -> "Session":
         """Start the worker and load the file.
@@ -79,6 +86,7 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         """End the worker and remove its folder."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.worker.end()
 
     def request(self, event: str, limit_s: float, **message: Any) -> Message:
@@ -125,22 +133,32 @@ class Session:
         for slot in arenas:
             self.request("close", limits.call_s, arena=slot)
 
-    def _problems(self, group: Group) -> Iterator[tuple[Call, Inputs, torch.Tensor]]:
+    def _problems(self, group: Group) -> Iterator[_Problem]:
         """The calls of a group, each with its inputs and their truth; on a CPU the next one is made meanwhile."""
 
-        def make(call: Call, inputs: Inputs | None, truth: torch.Tensor | None) -> tuple[Call, Inputs, torch.Tensor]:
-            inputs = call_inputs(group, call, inputs, self._device)
-            inputs = replace(inputs, out=fill_out(inputs, call, truth))
-            return call, inputs, truth if truth is not None and call.change == "nothing" else _truth(inputs)
+        def soon(of: Group, call: Call, *before: Any) -> Callable[[], _Problem]:
+            # A device may have no room for two.
+            if of.on_device:
+                return functools.partial(self._make, of, call, *before)
+            return self._thread.submit(self._make, of, call, *before).result
 
-        made = make(group.calls[0], None, None)
-        with ThreadPoolExecutor(1) as thread:
-            for call in group.calls[1:]:
-                # A device may have no room for two.
-                following = None if group.on_device else thread.submit(make, call, *made[1:])
-                yield made
-                made = following.result() if following else make(call, *made[1:])
+        made = self._begun.pop(group.name, functools.partial(self._make, group, group.calls[0]))()
+        for call in group.calls[1:]:
+            following = soon(group, call, *made[1:])
+            yield made
+            made = following()
+        for now, later in itertools.pairwise(self.plan.groups):
+            if now is group:
+                self._begun[later.name] = soon(later, later.calls[0])
         yield made
+
+    def _make(
+        self, group: Group, call: Call, inputs: Inputs | None = None, truth: torch.Tensor | None = None
+    ) -> _Problem:
+        """One call with its inputs and their truth, from those of the call before."""
+        inputs = call_inputs(group, call, inputs, self._device)
+        inputs = replace(inputs, out=fill_out(inputs, call, truth))
+        return call, inputs, truth if truth is not None and call.change == "nothing" else _truth(inputs)
 
     def _time(self, group: Group, last: Made, arena: Arena) -> None:
         """Time the submission beside the baseline on the inputs of the last call, and look at the answer again."""

@@ -1,6 +1,6 @@
 """The process that loads and calls a submission. It holds the inputs of a call and never the truth.
 
-:mod:`moe_lab.judge.process` starts ``python -m moe_lab.judge.worker FD DEVICE``, which imports torch and TileLang once
+:mod:`moe_lab.judge.process` starts ``python -m moe_lab.judge.worker FD``, which imports torch and TileLang once
 and is forked for each worker. Nothing that a worker says can turn a wrong answer into a right one: the judge compares
 the bytes of ``out`` and of the inputs itself.
 """
@@ -320,18 +320,18 @@ def serve(judge: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def breed(requests: socket.socket, device: str) -> None:
+def breed(requests: socket.socket) -> None:
     """Import what submissions need, then make a worker by a fork for each request, until the judge is gone.
 
     A request has the worker's folder and environment, and three descriptors: its judge, its output and where its number
     and its end are to be said.
     """
-    # What a machine lacks is said by the worker that needs it. A fork of a process that has used a GPU could not.
+    # What a machine lacks is said by the worker that needs it.
     with contextlib.suppress(MoeLabError, ImportError):
-        if device == "cpu":
-            backend.prepare()
-        else:
+        if torch.cuda.is_available():
             importlib.import_module("tilelang")
+        else:
+            backend.prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
@@ -384,4 +384,4 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
-    breed(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    breed(socket.socket(fileno=int(sys.argv[1])))
