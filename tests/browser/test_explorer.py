@@ -146,7 +146,8 @@ def test_fast_drags_leave_no_backlog_and_stop_leaves_no_process(lab):
     kernels = psutil.Process(lab.server_pid).children(recursive=True)
     commands = [" ".join(process.cmdline()) for process in kernels if process.status() != psutil.STATUS_ZOMBIE]
     assert any("ipykernel" in command for command in commands)
-    assert not any("judge" in command for command in commands), commands
+    # What all workers are forked from stays.
+    assert sum("judge" in command for command in commands) <= 1, commands
     assert panel.button("Compile and check").is_enabled()
 
     panel.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_lab.judge import judge
+from moe_lab.judge import judge, process
 from moe_lab.judge import local as judging
 from moe_lab.judge.ahead import Ahead, specs
 from moe_lab.judge.plan import Call, Group, Plan, call_inputs
@@ -62,9 +62,10 @@ def test_nothing_is_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_that_never_ends_holds_nobody_up() -> None:
+    process.warm_up()  # what all workers are forked from stays
     before = psutil.Process().children(recursive=True)
     with ahead(Submission(LOOP, "loop.py"), GROUP) as compiling:
-        time.sleep(6)
+        time.sleep(3)
         assert len(psutil.Process().children(recursive=True)) > len(before)
     assert not [job for job in compiling.jobs if not job.done()]
     assert psutil.Process().children(recursive=True) == before

@@ -10,7 +10,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from moe_lab.judge import Report, Verdict
+from moe_lab.judge import Report, Verdict, process
 from moe_lab.judge.verdict import SubmissionReport
 from moe_lab.lesson.explorer import (
     DOES_NOT_FIT,
@@ -427,6 +427,7 @@ def test_this_machine_is_a_device_only_if_its_figures_are_known(monkeypatch):
 
 def test_stop_ends_the_judge_and_everything_it_started(found):
     said = threading.Event()
+    process.warm_up()  # what all workers are forked from stays
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     def say(text):

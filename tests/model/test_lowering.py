@@ -165,8 +165,8 @@ def test_children_that_are_killed_leave_no_folder(tmp_path: Path, monkeypatch: p
     assert str(error) == "killed.py for sm_80: the compiler's process ended: signal 9 (Killed)"
     assert list(tmp_path.iterdir()) == []
     endless = Submission(f"open({str(tmp_path / 'begun')!r}, 'w')\nwhile True:\n    pass\n", "endless.py")
-    with pytest.raises(BackendError, match="got no answer in 15 s for 1 lowerings"):
-        lower_many([Lowering(endless, SMALL)], timeout_s=15)
+    with pytest.raises(BackendError, match="got no answer in 8 s for 1 lowerings"):
+        lower_many([Lowering(endless, SMALL)], timeout_s=8)
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
