@@ -167,7 +167,9 @@ class _Run:
         to_come = replace(plan, groups=(*plan.groups[1:], *variants))
         # A compiler keeps one core busy, and the judge, the worker and the driver want theirs; on a CPU the calls do. A
         # file outside the sandbox is one that attacks the judge: it gets one process, as few as possible.
-        processes = len(os.sched_getaffinity(0)) * 3 // 4 if plan.sandboxed and self._device != "cpu" else 0
+        cores = len(os.sched_getaffinity(0)) if plan.sandboxed else 0
+        whole = any(group.sparse for group in plan.groups)
+        processes = cores * 3 // 4 if self._device != "cpu" else int(whole and cores > 1)
         with self._beside, Ahead(self._submission, to_come, self._device, processes) as ahead:
             self._make_calls(ahead)
             if plan.fit:
