@@ -137,7 +137,7 @@ def _reasons(kernel: LoweredKernel) -> Iterator[str]:
             f"{c500.shared_per_block_bytes}: make a tile smaller, or keep fewer copies in flight"
         )
     if kernel.threads > c500.threads_per_block:
-        yield f"has {kernel.threads} threads a block, the {c500.title} takes {c500.threads_per_block}"
+        yield f"has {kernel.threads} threads per block, the {c500.title} takes {c500.threads_per_block}"
 
 
 def _sentence(kernel: LoweredKernel, registers: int | None) -> str:
@@ -148,4 +148,4 @@ def _sentence(kernel: LoweredKernel, registers: int | None) -> str:
     if registers is None:
         return text
     spills = " (the rest spills to memory)" if registers > c500.registers_per_thread else ""
-    return f"{text}, at least {registers} of {c500.registers_per_thread} registers a thread{spills}"
+    return f"{text}, at least {registers} of {c500.registers_per_thread} registers per thread{spills}"

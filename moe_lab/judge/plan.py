@@ -144,7 +144,7 @@ def contest_rows_group(rng: random.Random) -> Group:
     """
     case = CASES[max(CASES)]
     sizes = group_sizes("multinomial", case.num_experts, case.num_tokens, rng.getrandbits(31))
-    return _structural(rng, "142 rows an expert", 256, 256, "noise", {sizes: "normal"})
+    return _structural(rng, "142 rows per expert", 256, 256, "noise", {sizes: "normal"})
 
 
 def _structural(
@@ -224,7 +224,7 @@ def variant_groups(seed: int) -> tuple[Group, ...]:
         group(name, 256, 256, "nan" if variant.workspace_fill == "garbage" else "untouched", variant)
         for name, variant in VARIANTS.items()
     ]
-    return (*open_questions, *(group(f"hidden {h}, intermediate {i}", h, i, "noise") for h, i in _OTHER_SHAPES))
+    return (*open_questions, *(group(f"hidden {h} by intermediate {i}", h, i, "noise") for h, i in _OTHER_SHAPES))
 
 
 def call_inputs(group: Group, call: Call, before: Inputs | None, device: str = "cpu") -> Inputs:

@@ -244,9 +244,11 @@ def _card(report: Report) -> Iterator[RenderableType]:
     if not report.cases and report.verdict in (Verdict.RULE_VIOLATION, Verdict.CONTRACT_ERROR, Verdict.COMPILE_ERROR):
         yield Text("Nothing of it was run.")
     if report.variants:
-        answers = {True: "right", False: "not right", None: "not tried"}
+        answers = {True: "right under", False: "not right under", None: "not tried"}
         found = {word: [each.name for each in report.variants if each.robust is key] for key, word in answers.items()}
-        yield Text("Open questions: " + "; ".join(f"{word}: {', '.join(n)}" for word, n in found.items() if n))
+        yield Text(
+            "Open questions of the contest: " + "; ".join(f"{word} {', '.join(n)}" for word, n in found.items() if n)
+        )
     yield from (Text(f"C500 fit: {line}") for line in report.fit)
     for row in report.timing:
         yield Text(

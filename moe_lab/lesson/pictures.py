@@ -86,7 +86,7 @@ def problem(choices: Sequence[int], layout: GroupedLayout) -> Figure:
         _box(axes, 4.6, low + 0.1, 2.6, high - low - 0.2, PALE, text, 9, edgecolor=colour, linewidth=2)
         for x in (3.85, 7.25):
             _arrow(axes, (x, (low + high) / 2), (x + 0.7, (low + high) / 2))
-    heads = {0.6: "as they arrive", 3.2: "grouped, padded", 5.9: "one expert a group", 8.6: "times route weight"}
+    heads = {0.6: "as they arrive", 3.2: "grouped, padded", 5.9: "one expert per group", 8.6: "times route weight"}
     for x, text in heads.items():
         _text(axes, x, top + 0.35, text)
     axes.set(xlim=(-0.1, 9.3), ylim=(-0.1, top + 0.7))
@@ -167,7 +167,7 @@ def waves_of_gemm(rows: int, columns: int, block_k: int, wave_rows: int, wave_co
 
 
 def blocks(layout: GroupedLayout, columns: int, block_n: int, chosen: tuple[int, int]) -> Figure:
-    """The grid of one launch over (padded rows, columns): one rectangle a block, coloured by expert, padding hatched.
+    """The grid of one launch over (padded rows, columns): one rectangle per block, coloured by expert, padding hatched.
 
     ``columns`` is I for stage 1 and H for stage 2; ``chosen`` is (bx, by) of the block to mark.
     """

@@ -7,7 +7,7 @@ import functools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -72,17 +72,20 @@ def timings(rows: Sequence[Measurement], bounds_ms: Mapping[str, float] = {}) ->
 
 
 def _draw_times(axes: "Axes", found: Mapping[int, Measurement], bound: float | None) -> None:
-    """One case: a mark and an interval a line."""
+    """One case: a mark and an interval per line."""
     for place, row in found.items():
         marker, colour, fill = ("s", ORANGE, "white") if row.kind == "peer" else ("o", BLUE, BLUE)
         axes.errorbar(
             row.median_ms, place, xerr=[[row.median_ms - row.low_ms], [row.high_ms - row.median_ms]], fmt=marker,
-            color=colour, markerfacecolor=fill, markeredgewidth=1.5, ecolor=INK, capsize=3, markersize=7,
+            color=colour, markerfacecolor=fill, markeredgewidth=1.5, ecolor=INK, capsize=2, markersize=5,
         )  # fmt: skip
     if bound is not None:
         axes.axvline(bound, color=RED, linestyle="--", linewidth=1.2, zorder=1)
-    axes.set_xlim(0, 1.06 * max(bound or 0, *(row.high_ms for row in found.values())))
-    axes.locator_params(axis="x", nbins=5)
+    # As factors: what stands near the bound is told apart, and so is what stands far from it.
+    axes.set_xscale("log")
+    ends = [*([bound] if bound else []), *(ms for row in found.values() for ms in (row.low_ms, row.high_ms))]
+    axes.set_xlim(0.9 * min(ends), 1.15 * max(ends))
+    _plain_ticks(axes.xaxis)
     axes.set_xlabel("ms (less is better)", fontsize=9)
     axes.tick_params(axis="x", labelsize=9)
     axes.grid(axis="x", color=PALE)
@@ -121,17 +124,17 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = ()) -> Plot:
         xscale="log", yscale="log", xlim=(left, right), ylim=(low, high),
         xlabel="arithmetic intensity, FLOP per byte of device memory", ylabel="TFLOP/s on valid rows",
     )  # fmt: skip
-    _plain_ticks(axes)
+    _plain_ticks(axes.xaxis, axes.yaxis)
     axes.grid(which="major", color=PALE)
     _draw_dots(figure, axes, points)
     return figure, f"Roofline on logarithmic axes. {'. '.join(words)}."
 
 
-def _plain_ticks(axes: "Axes") -> None:
-    """Ticks of logarithmic axes as numbers that can be read aloud: 20, 50, 100, without powers of ten."""
+def _plain_ticks(*axes: Any) -> None:
+    """Ticks of logarithmic sides of a figure as numbers that can be read aloud: 20, 50, 100, without powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for axis in (axes.xaxis, axes.yaxis):
+    for axis in axes:
         low, high = axis.get_view_interval()
         decades = math.log10(high / low)
         major, minor = (1, 2, 5) if decades < 3 else (1,), range(2, 10)

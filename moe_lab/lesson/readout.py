@@ -183,7 +183,9 @@ def _verdict(found: tiles.Resources, fit: tiles.Fit | None, where: str) -> tuple
 
 def _gauges(found: tiles.Resources, gpu: Device | None) -> list[Gauge]:
     limits = (gpu.shared_per_block_bytes, gpu.registers_per_thread, gpu.threads_per_block) if gpu else (None,) * 3
-    units = (("shared memory", 1024, "KiB"), ("fragments", 1, "registers a thread"), ("threads", 1, "a block"))
+    # Of some cards only the threads of a whole processor are known, which a block cannot exceed either.
+    of = "per processor" if gpu and not gpu.figure("threads_per_block") else "per block"
+    units = (("shared memory", 1024, "KiB"), ("fragments", 1, "registers per thread"), ("threads", 1, of))
     gauges = []
     for kernel in found.kernels:
         needs = (kernel.shared_bytes, kernel.fragment_registers, kernel.threads)

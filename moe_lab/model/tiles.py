@@ -331,10 +331,10 @@ def _fit_kernel(kernel: KernelResources, device: Device) -> KernelFit:
     if registers:
         limits["registers"] = device.registers_per_processor // max(1, registers * waves * lanes)
         if registers > (most := device.registers_per_thread):
-            kept = f"keeps at least {registers} registers a thread in fragments"
+            kept = f"keeps at least {registers} registers per thread in fragments"
             reasons.append(f"{stage} {kept}, the {where} has {most}: the rest goes to memory")
     if threads > (most := device.threads_per_block):
-        reasons.append(f"{stage} has {threads} threads a block, the {where} takes {most}")
+        reasons.append(f"{stage} has {threads} threads per block, the {where} takes {most}")
     if threads % lanes or threads < 1:
         reasons.append(f"{stage} has {threads} threads, no multiple of the {where}'s waves of {lanes} lanes")
     resident = 0 if reasons else None if None in (shared, registers) else min(limits.values())

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_said_once_for_equal_cases(monkeypatch: pytest.Monk
     assert found.problems == (
         "case 1, case 2, case 3, launch 2: needs 131072 bytes of shared memory, a block of the MetaX C500 has 65536: "
         "make a tile smaller, or keep fewer copies in flight",
-        "case 2, launch 2: has 4096 threads a block, the MetaX C500 takes 2048",
+        "case 2, launch 2: has 4096 threads per block, the MetaX C500 takes 2048",
     )
     assert found.lines == (
         "case 1, case 3: launch 1 takes 65536 of 65536 bytes shared, 256 threads; launch 2 takes 131072 of 65536 bytes "

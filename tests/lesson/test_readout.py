@@ -35,7 +35,7 @@ def test_the_baseline_fills_the_shared_memory_of_a_c500_and_fits():
     assert gauge(found, "stage 1: shared memory") == Gauge("stage 1: shared memory", 65536, 65536, "64 of 64 KiB")
     assert gauge(found, "stage 2: shared memory").need == 32768
     assert row(found, "accumulators") == ("128 registers", "64 registers")
-    # 142 rows an expert are 2 blocks of 128 for each of 16 experts: 256 of 142 rows, and each weight read twice.
+    # 142 rows per expert are 2 blocks of 128 for each of 16 experts: 256 of 142 rows, and each weight read twice.
     assert row(found, "blocks") == ("32 × 64 = 2048", "32 × 16 = 512")
     assert row(found, "rounds")[0] == f"{2048 / 104:.2f} in 20 (98%)"
     assert row(found, "reads of a weight") == ("2.00", "2.00")

@@ -257,9 +257,9 @@ def test_reads_and_arithmetic_follow_the_routing():
 def test_too_many_registers_and_threads_do_not_fit():
     wide = resources(baseline(256, 32, 128, 128, 128, 1024, 1), CASES[1])
     found = fit(wide, device("c500"))
-    assert "stage 1 keeps at least 528 registers a thread in fragments" in found.kernels[0].reasons[0]
+    assert "stage 1 keeps at least 528 registers per thread in fragments" in found.kernels[0].reasons[0]
     crowd = fit(resources(baseline(128, 128, 2112, 128, 128, 40, 1), CASES[1]), device("c500"))
-    assert any("2112 threads a block" in reason for reason in crowd.kernels[0].reasons)
+    assert any("2112 threads per block" in reason for reason in crowd.kernels[0].reasons)
     assert any("no multiple of" in reason for reason in crowd.kernels[1].reasons)
 
 
@@ -478,7 +478,7 @@ def test_the_command_says_fits_or_why_not(tmp_path):
     assert fits.stdout.startswith("s0_baseline.py, case 1, balanced, MetaX C500: fits\nFits the MetaX C500.")
     assert "elsewhere: h200 fits" in fits.stdout
     # The limit that the explorer and the rule block-threads name too: none is published for a block.
-    assert re.search(r"threads +│ 256 of 2048 a block +│ 256 of 2048 a block", fits.stdout)
+    assert re.search(r"threads +│ 256 of 2048 per processor +│ 256 of 2048 per processor", fits.stdout)
     path = step("s0").with_literals(NUM_STAGES=2).save(tmp_path / "two.py")
     refused = run_fit(str(path), "--case", "3", "--json")
     assert refused.returncode == 1
