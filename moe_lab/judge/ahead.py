@@ -44,8 +44,9 @@ class Ahead(contextlib.AbstractContextManager["Ahead"]):
     def __exit__(self, *_: object) -> None:
         """End the workers, wherever they are."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        # Again and again: one of them may only just be starting.
-        while wait(self.jobs, timeout=0.1).not_done:
+        # A cancelled job is never "done" for those who wait. Again and again: a worker may only just be starting.
+        begun = [job for job in self.jobs if not job.cancelled()]
+        while wait(begun, timeout=0.1).not_done:
             for session in self._sessions:
                 session.worker.interrupt()
         self._pool.shutdown()

@@ -299,7 +299,7 @@ class _Run:
                     sentence = _what_is_wrong(next(session.calls(replace(group, name=f"variant: {group.name}"))))
                     robust = not sentence
                 except Stopped as stop:
-                    sentence = stop.sentence
+                    sentence = stop.sentence.replace("the contest's tensors", "the variant's tensors")
                     if not stop.alive:
                         held.close()
                         session = None

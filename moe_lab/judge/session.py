@@ -19,6 +19,7 @@ from moe_lab.judge.plan import Call, Group, Plan, call_inputs, fill_out
 from moe_lab.judge.process import Message, Progress, Stopped, Worker
 from moe_lab.judge.rules import RULES, told
 from moe_lab.judge.verdict import Verdict
+from moe_lab.problem.contract import ARGUMENTS
 from moe_lab.problem.errors import BackendError
 from moe_lab.problem.inputs import Inputs
 from moe_lab.problem.reference import fused_truth
@@ -93,7 +94,7 @@ class Session:
         """Ask the worker for something; raises :class:`Stopped` for what the submission raises, and if it ends."""
         answer = self.worker.request(event, limit_s, **message)
         if "error" in answer:
-            raise _raised(answer["error"])
+            raise _raised(answer["error"], self._submission.source)
         return answer
 
     def calls(self, group: Group) -> Iterator[Made]:
@@ -222,8 +223,9 @@ def _truth(inputs: Inputs) -> torch.Tensor:
         torch.set_float32_matmul_precision(precision)
 
 
-def _raised(error: Message) -> Stopped:
+def _raised(error: Message, source: str) -> Stopped:
     """What an exception inside the submission means."""
+    line, fix = error["line"], RULES[error["rule_id"]].fix if error["rule_id"] else ""
     where = f"line {error['line']}" if error["line"] else "the file"
     if error["function"] not in (None, "<module>"):
         where += f" in {error['function']}"
@@ -243,10 +245,16 @@ def _raised(error: Message) -> Stopped:
     elif error["stage"] == "compile":
         verdict, what = Verdict.COMPILE_ERROR, f"TileLang could not compile the kernel: {text}"
     elif error["stage"] == "launch":
-        verdict, what = Verdict.CONTRACT_ERROR, f"the kernel does not take the contract's tensors: {text}"
+        verdict, what = Verdict.CONTRACT_ERROR, f"the kernel does not take the contest's tensors: {text}"
+        named = re.findall(r"(?:parameter|input) (\w+)", text)
+        for argument in [argument for argument in ARGUMENTS if argument.name in named]:
+            if declared := re.search(rf"^ *{argument.name} *: *T\.\w+\(", source, re.MULTILINE):
+                # What a kernel declares is wrong where it is declared, not where it is launched.
+                line = source.count("\n", 0, declared.start()) + 1
+                passed = f"{argument.dtype} of shape ({', '.join(argument.shape)})"
+                fix = f"Line {line} declares {argument.name}: declare what the contest passes, {passed}."
     else:
         when = "while the file was loaded" if error["loading"] else "inside run_kernel"
         what = f"{text}, raised {when}; the contest shows every exception as a wrong answer"
         verdict = Verdict.RUNTIME_ERROR
-    fix = RULES[error["rule_id"]].fix if error["rule_id"] else ""
-    return Stopped(verdict, f"{where}: {what}", line=error["line"], remedy=fix, alive=error["alive"])
+    return Stopped(verdict, f"{where}: {what}", line=line, remedy=fix, alive=error["alive"])

@@ -206,7 +206,7 @@ class Report(_Strict):
         pre = '<pre style="font-family: monospace; line-height: 1.3; {}">{{code}}</pre>'
         wrap, scroll = pre.format("white-space: pre-wrap; margin: 0"), pre.format("overflow-x: auto")
         card = _recorded(Group(*_card(self)), 4000).export_html(inline_styles=True, code_format=wrap)
-        details = _recorded(Group(*_details(self)), 100).export_html(inline_styles=True, code_format=scroll)
+        details = _recorded(Group(*_details(self)), 84).export_html(inline_styles=True, code_format=scroll)
         folded = f"<details><summary>every case and open question</summary>{details}</details>" if self.cases else ""
         return f'<div style="border-left: 4px solid {colour}; padding-left: 8px">{card}{folded}</div>'
 

@@ -64,7 +64,7 @@ def test_nothing_is_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_that_never_ends_holds_nobody_up() -> None:
     process.warm_up()  # what all workers are forked from stays
     before = psutil.Process().children(recursive=True)
-    with ahead(Submission(LOOP, "loop.py"), GROUP) as compiling:
+    with ahead(Submission(LOOP, "loop.py"), GROUP, OTHER) as compiling:  # one at work, one that waits
         time.sleep(3)
         assert len(psutil.Process().children(recursive=True)) > len(before)
     assert not [job for job in compiling.jobs if not job.done()]

@@ -106,6 +106,14 @@ def test_a_changed_baseline_is_rejected_by_name(name: str) -> None:
     assert says in report.sentence
 
 
+def test_a_wrong_declaration_is_shown_where_it_is_declared() -> None:
+    report = run(changed(*MISTAKES["fp16 route weights declared"][0]))
+    declared = 'routed_expert_weights: T.Tensor((total_valid_tokens,), "float16")'
+    assert report.line is not None
+    assert declared in report.excerpt[report.line]
+    assert report.remedy.endswith("declare what the contest passes, float32 of shape (N).")
+
+
 def test_other_cards_may_pipeline() -> None:
     pipelined = changed(("NUM_STAGES = 1", "NUM_STAGES = 2"))
     report = judge(pipelined, profile="open", seed=3, plan=small_plan(fit=True))
