@@ -439,7 +439,8 @@ def test_stop_ends_the_judge_and_everything_it_started(found):
     found.work.stop()
     assert found.work.wait(60)
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert [child.name() for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert [child.name() for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
     assert found.history.trials() == []
 
 
