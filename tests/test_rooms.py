@@ -49,3 +49,9 @@ def test_no_module_only_forwards(path):
     body = ast.parse(path.read_text()).body[1:]
     own = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     assert own or not body
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "steps"], ids=lambda path: path.stem)
+def test_no_function_is_longer_than_a_page(path):
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions if node.end_lineno - node.lineno >= 60] == []

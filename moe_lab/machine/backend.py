@@ -88,7 +88,7 @@ def prepare() -> Backend:
     """
     backend = detect()
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-    _usable_cache_dir()
+    usable_cache_dir()
     try:
         importlib.import_module("tilelang")
     except ImportError as error:
@@ -101,7 +101,7 @@ def prepare() -> Backend:
     return backend
 
 
-def _usable_cache_dir() -> None:
+def usable_cache_dir() -> None:
     """TileLang creates its cache folder when it is imported and dies if it cannot."""
     folder = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from moe_lab.machine import cpu
+from moe_lab.machine import backend, cpu
 from moe_lab.machine.child import Child, ChildError
 from moe_lab.model.roofline import balanced
 from moe_lab.problem.contract import ARGUMENTS, ENTRY_POINT, Case, data_dir
@@ -126,6 +126,7 @@ def lower_many(
 
 def lower_here(say: Callable[[str], None], source: str, target: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """The child's part: lower everything that the host code asks for in this process."""
+    backend.usable_cache_dir()
     try:
         import tilelang
         from tilelang import tvm

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 
+from moe_lab.machine import backend
 from moe_lab.machine.child import Child, ChildError
 from moe_lab.model import lowering
 from moe_lab.problem.contract import Case
@@ -239,6 +240,7 @@ def read(
 
 @functools.cache
 def _prepare() -> None:
+    backend.usable_cache_dir()
     import tilelang  # noqa: F401
 
     lowering.accept_vendor_files()

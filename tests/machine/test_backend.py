@@ -481,7 +481,7 @@ def test_a_cache_folder_that_cannot_be_written_is_said_and_replaced(
     blocked.parent.write_text("")
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(blocked))
     with pytest.warns(UserWarning, match="a file/cache cannot be written"):
-        backend._usable_cache_dir()
+        backend.usable_cache_dir()
     replaced = Path(os.environ["TILELANG_CACHE_DIR"])
     assert replaced.is_dir()
     replaced.rmdir()

@@ -170,6 +170,13 @@ def test_children_that_are_killed_leave_no_folder(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
+def test_a_home_that_cannot_be_written_to_hides_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/1")
+    (kernels,) = lower_many([Lowering(step("s0"), SMALL)])
+    assert not isinstance(kernels, LoweringError), str(kernels)
+    assert [kernel.shared_bytes for kernel in kernels] == [65536, 32768]
+
+
 def test_an_error_without_a_text_is_named() -> None:
     silent = Submission(
         "class Silent(Exception):\n    def __str__(self):\n        raise self\n\ndef run_kernel(*args):\n"
