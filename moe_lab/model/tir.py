@@ -283,9 +283,16 @@ class _Walk:
         if isinstance(expr, int):
             return expr
         value = self.simplify(self.functor.substitute(expr, self.extents))
+        if ways := self.ways(value):
+            # At most: which of the two it is, the device decides.
+            return max(ways, key=lambda way: math.inf if isinstance(way, Unknown) else way)
         if _kind(value) != "IntImm":
             return Unknown(f"`{expr}` is known at run time only")
         return int(value.value) if value.value >= 0 else Unknown(f"`{expr}` is {value.value}, which is no size")
+
+    def ways(self, expr: Any) -> list[Number]:
+        """Both values of ``T.if_then_else(condition, one, other)``; none of anything else."""
+        return [self.number(each) for each in expr.args[1:]] if _operator(expr).endswith("if_then_else") else []
 
     def launches(self, node: Any, grid: tuple[Number, ...]) -> None:
         """Each nest of loops over blockIdx is a launch."""
@@ -352,6 +359,8 @@ class _Walk:
         self.elements += elements
         body = self.nodes(node.body)
         self.elements -= elements
+        if self.ways(node.extent):
+            body = [Branch((tuple(body), ()))]
         if not elements:
             notes = dict(node.annotations or {})
             stages = int(notes["num_stages"]) if "num_stages" in notes else None

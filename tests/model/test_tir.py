@@ -5,6 +5,7 @@ import time
 import pytest
 
 from moe_lab.model import tir
+from moe_lab.model.tiles import resources
 from moe_lab.problem.contract import CASES, Case
 from moe_lab.problem.errors import SubmissionError
 from moe_lab.problem.layout import GroupedLayout
@@ -105,6 +106,18 @@ def test_files_that_cannot_be_followed_end_in_one_sentence(source, message):
     for _ in range(2):  # the second answer is kept
         with pytest.raises(SubmissionError, match=message):
             launches(source)
+
+
+def test_a_number_of_trips_that_the_device_chooses_is_the_larger_one() -> None:
+    source = step("s0").source
+    trips = "T.ceildiv(hidden, STAGE1_BLOCK_K)"
+    chosen = Submission(source.replace(f"Pipelined({trips}", f"Pipelined(T.if_then_else(actual_rows > 0, {trips}, 0)"))
+    assert chosen.source != source
+    plain, other = (resources(each, CASES[1]).kernels for each in (step("s0"), chosen))
+    assert [kernel.unknown for kernel in other] == [(), ()]
+    assert [kernel.flops for kernel in other] == [kernel.flops for kernel in plain]
+    assert [kernel.shared for kernel in other] == [kernel.shared for kernel in plain]
+    assert [kernel.conditional for kernel in other] == [True, False]
 
 
 def test_what_has_no_end_is_given_up_and_the_next_file_is_read(monkeypatch):
