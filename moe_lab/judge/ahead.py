@@ -58,7 +58,8 @@ class Ahead(contextlib.AbstractContextManager["Ahead"]):
         start = time.monotonic()
         jobs = self.jobs if group.on_device else self._by_group.get(group.name, [])
         while wait(jobs, timeout=0.1).not_done and (waited_s := time.monotonic() - start) <= _PATIENCE_S:
-            say(f"{group.name}: compiling ({waited_s:.0f} s)")
+            if waited_s >= 1:
+                say(f"{group.name}: compiling ({waited_s:.0f} s)")
         if group.on_device or not all(job.done() for job in jobs):
             self.__exit__()
 

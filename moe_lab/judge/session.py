@@ -106,9 +106,11 @@ class Session:
         limits, arenas = self.plan.limits, dict[int, Arena]()
         before: Made | None = None
         self._check_room(group)
+        groups = self.plan.groups
+        place = f" ({groups.index(group) + 1} of {len(groups)})" if group in groups else ""
         try:
             for number, (call, inputs, truth) in enumerate(self._problems(group)):
-                self.worker.do(f"{group.name}: call {number + 1} of {len(group.calls)}")
+                self.worker.do(f"{group.name}{place}: call {number + 1} of {len(group.calls)}")
                 arena = arenas.get(call.slot)
                 if arena is None:
                     arenas[call.slot] = arena = Arena(inputs, sparse=group.sparse)
