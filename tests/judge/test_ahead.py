@@ -65,8 +65,10 @@ def test_a_file_that_never_ends_holds_nobody_up() -> None:
     process.warm_up()  # what all workers are forked from stays
     before = psutil.Process().children(recursive=True)
     with ahead(Submission(LOOP, "loop.py"), GROUP, OTHER) as compiling:  # one at work, one that waits
-        time.sleep(3)
-        assert len(psutil.Process().children(recursive=True)) > len(before)
+        deadline = time.monotonic() + 60
+        while len(psutil.Process().children(recursive=True)) <= len(before):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     assert not [job for job in compiling.jobs if not job.done()]
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert psutil.wait_procs(left, timeout=5)[1] == []
