@@ -143,12 +143,14 @@ def _precompiled_header(version: str, processor: list[str]) -> list[str]:
     try:
         if not made.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            header.write_text(f'#include "{headers[0]}"\n', encoding="utf-8")
             with tempfile.TemporaryDirectory(dir=folder) as own:
-                new = Path(own, "new")
+                # Whole before anybody sees them: another process may do the same now.
+                text, new = Path(own, "common.h"), Path(own, "common.h.gch")
+                text.write_text(f'#include "{headers[0]}"\n', encoding="utf-8")
                 # The flags that TileLang compiles a kernel with: the compiler passes over a header made with others.
                 options = ["-std=c++17", "-fPIC", *COMPILE_FLAGS, "-x", "c++-header", "-o", str(new)]
-                subprocess.run([compiler(), *options, str(header)], check=True, capture_output=True)
+                subprocess.run([compiler(), *options, str(text)], check=True, capture_output=True)
+                text.replace(header)
                 new.replace(made)
     except (OSError, subprocess.CalledProcessError):
         return []
